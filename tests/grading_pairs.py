@@ -2,7 +2,8 @@ r"""Labelled answers: what a careful marker would say of the content of a box, b
 
 One pair a line: `gold === answer` is right, `gold =/= answer` is wrong. Written for this project. What can be argued over is
 labelled as docs/rewards.md says: a percentage may stand for its number with or without the sign, a unit that the gold answer
-does not ask for may be named, other units than its own may not; decimals count where they agree to six places.
+does not ask for may be named, and another one than its own where the quantity is the same; decimals count where they agree
+to six places.
 """
 
 # ruff: noqa: RUF001  (signs that look like others are part of the task)
@@ -443,7 +444,7 @@ x=5 === x = 5 cm
 5\text{ bolts} === 5 bolts
 5\text{ bolts} === 5
 \frac{1}{2} hour === \frac{1}{2}
-\frac{1}{2} hour =/= 30 minutes
+\frac{1}{2} hour === 30 minutes
 90 === 90^\circ\text{C}
 5 === 5 \times 10^{0} m
 60\text{ miles per hour} === 60 mph

@@ -78,6 +78,16 @@ _GROUPED_BY_SPACES = re.compile(r"([+-]?\d{1,3})((?: \d{3})+)(\.\d+)?")
 _MIXED = re.compile(r"(-?)(\d+) (\d+)\s*/\s*(\d+)")
 _REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}")
 # 4.5e33; neither 2e^3 nor 2e3x, which have Euler's number in them
+_BOLD = re.compile(r"\\(?:textbf|mathbf)\s*\{\s*([\d.,]+)\s*\}")
+_SPELLED = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([a-z]+)\s*\}?", re.IGNORECASE)
+_NUMBERS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+_MAGNITUDES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAGNITUDE = re.compile(rf"(?<=\d)\s*(\\(?:text|mathrm)\s*\{{)?\s*({'|'.join(_MAGNITUDES)})\b\s*(\}}?)")
+_DOLLARS = re.compile(r"\\\$\s*(\d[\d,.]*)")
+_BASE = re.compile(r"[\dA-Z.]+_\{?(\d+)\}?")
 _EXPONENT = re.compile(r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?!\d|\.\d|[a-zA-Z_^])", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*percent\s*\}|percent)$")
 _BARE_FRACTION = re.compile(r"\\frac (\d) ?(\d)")
@@ -96,8 +106,8 @@ _OR = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|\\lor\b|\\vee\b|\bor\b"
 def canonical(answer: str) -> str:
     r"""Return the answer in one spelling.
 
-    Unicode signs become LaTeX, dollars and spacing commands are removed, groups of thousands are joined, `4.5e33` becomes a
-    product with a power of ten, and `0.\overline{3}` a fraction.
+    Unicode signs become LaTeX, dollars and spacing commands are removed, groups of thousands are joined, `4.5e33` and
+    `2 million` become products with powers of ten, and `0.\overline{3}` a fraction.
 
     >>> canonical("$1\\,000$."), canonical("¾"), canonical("2 1/3"), canonical("x²"), canonical("5e-05")
     ('1000', '\\frac{3}{4}', '(2+\\frac{1}{3})', 'x^{2}', '5 \\times 10^{-5}')
@@ -114,6 +124,9 @@ def canonical(answer: str) -> str:
         if not prefix["brace"] and prefix[0].startswith("\\"):
             text = "\\text{" + text
     text = " ".join(text.split()).strip("*").removesuffix(r"\text{.}").rstrip(".,;: ")
+    if (spelled := _SPELLED.fullmatch(text)) and spelled[1].lower() in _NUMBERS:
+        return str(_NUMBERS.index(spelled[1].lower()))
+    text = _MAGNITUDE.sub(_as_power, _BOLD.sub(r"\1", text))
     text = _EXPONENT.sub(lambda found: rf"{found[1]} \times 10^{{{int(found[2])}}}", text)
     text = _PERCENT.sub(r"\\%", text)
     text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
@@ -125,6 +138,24 @@ def canonical(answer: str) -> str:
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}({mixed[2]}+\frac{{{mixed[3]}}}{{{mixed[4]}}})"
     return text
+
+
+def _as_power(found: re.Match[str]) -> str:
+    """Return `million` as a power of ten; what else is in its \\text stays there."""
+    kept = found[1] if found[1] and not found[3] else found[3] if found[3] and not found[1] else ""
+    return rf" \times 10^{{{_MAGNITUDES[found[2]]}}}{kept}"
+
+
+def in_dollars(answer: str) -> str:
+    """Return an amount with a dollar sign as an amount with its unit behind it."""
+    amount = _DOLLARS.fullmatch(answer.strip())
+    return rf"{amount[1]}\text{{ dollars}}" if amount else answer
+
+
+def base(answer: str) -> str | None:
+    """Return the base of a number with one, such as 110_2; None for any other answer in canonical spelling."""
+    number = _BASE.fullmatch(answer)
+    return number[1] if number else None
 
 
 def integer(text: str) -> str | None:

@@ -45,12 +45,14 @@ def load_grader() -> Callable[[str, str], str]:
         return _equal_where_defined(gold, answer)
 
     def grade(gold: str, answer: str) -> str:
-        gold, answer = answers.canonical(gold), answers.canonical(answer)
+        gold, answer = (answers.canonical(answers.in_dollars(text)) for text in (gold, answer))
         if (spoken := answers.words(gold)) is not None:
             # math-verify would multiply the letters of words, but "even" is no product
             return "equal" if spoken == answers.words(answer) else "wrong"
         if (letter := answers.choice(gold)) is not None and answers.choice(answer) is not None:
             return "equal" if letter == answers.choice(answer) else "wrong"
+        if (base := answers.base(answer)) is not None and base != answers.base(gold):
+            return "wrong"  # math-verify drops the base of 110_2
         whole = gold, answer
         (gold, gold_unit), (answer, answer_unit) = measure(gold, any_word=False), measure(answer, any_word=True)
         parsed_gold = parse_gold(gold)
@@ -65,7 +67,10 @@ def load_grader() -> Callable[[str, str], str]:
         if not parsed_answer:
             return "unparsed"
         if gold_unit and answer_unit and gold_unit != answer_unit:
-            return "wrong"
+            ratio = answer_unit.number / gold_unit.number
+            in_golds_unit = parse_boxed(rf"({answer}) \cdot \frac{{{ratio.numerator}}}{{{ratio.denominator}}}")
+            same = gold_unit.powers == answer_unit.powers and equal(parsed_gold, in_golds_unit)
+            return "equal" if same else "wrong"
         if equal(parsed_gold, parsed_answer):
             return "equal"
         if (gold, answer) != whole and equal(parse_gold(whole[0]), parse_boxed(whole[1])):

@@ -9,6 +9,8 @@ A unit may be dropped only behind a plain number: one without variables. `m g`, 
 """
 
 import re
+from collections import Counter
+from fractions import Fraction
 from typing import NamedTuple
 
 _UNITS = {
@@ -34,6 +36,7 @@ _NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 _WRAPPED = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+_MICRO = re.compile(r"\\mu\s*\\(?:text|mathrm)\s*\{\s*")
 _CONSTANT = re.compile(  # no letters but those of commands that make numbers
     r"(?:[a-zA-Z]\s*=\s*)?((?:[^a-zA-Z\\=&]|\\(?:frac|sqrt|pi|cdot|times|left|right|circ)(?![a-zA-Z])|\\[{}])+)"
 )
@@ -43,18 +46,39 @@ _OPEN = re.compile(r"(?:[-+*/^_({,<>|]|\\cdot|\\times)\s*$")  # what follows bel
 _POWER_WORD = re.compile(r"\b(square|sq|cubic|cu) ([a-zA-Z]+)")
 _LETTER_POWER = re.compile(r"[a-zA-Z]\s*\^")  # 5 m^2: the power of a variable
 _TAIL = re.compile(r"(?:[a-zA-Z][a-zA-Z'-]*\.?(?:\s*\^\s*(?:\d|\{-?\d\}))?(?:\s*(?:/|\\cdot)\s*|\s+|$))+")
-_WORD = re.compile(r"[a-zA-Z'-]+")
+_WORD = re.compile(r"[a-zA-Z][a-zA-Z'-]*")
+
+
+_FACTOR = re.compile(r"(/?)\s*([a-zA-Z][a-zA-Z'-]*)\.?(?:\s*\^\s*\{?(-?\d+))?")
+_PREFIXES = {"T": 12, "G": 9, "M": 6, "k": 3, "c": -2, "m": -3, "u": -6, "n": -9, "p": -12}
+_PREFIXED = frozenset(("m", "g", "s", "A", "K", "mol", "Hz", "N", "J", "W", "Pa", "C", "V", "T", "l", "L", "eV"))
+# Those that are not listed have a size of their own.
+_SIZES = {
+    name: (Fraction(number), {base: int(power or 1) for _, base, power in _FACTOR.findall(bases)})
+    for name, number, bases in (line.split(" ", 2) for line in (
+        "Hz 1 s^-1", "N 1000 g m s^-2", "Pa 1000 g m^-1 s^-2", "J 1000 g m^2 s^-2", "W 1000 g m^2 s^-3", "C 1 A s",
+        "V 1000 g m^2 s^-3 A^-1", "T 1000 g s^-2 A^-1", "l 1/1000 m^3", "L 1/1000 m^3", "cent 1/100 dollar", "min 60 s",
+        "h 3600 s", "day 86400 s", "week 604800 s",
+    ))
+}  # fmt: skip
+
+
+class UnitSize(NamedTuple):
+    """A unit in one form: a number, and the exponents of base units by name."""
+
+    number: Fraction
+    powers: dict[str, int]
 
 
 class NumberWithUnit(NamedTuple):
     """A number and the unit behind it.
 
     Attributes:
-        unit: In one spelling; None if there is none, or a word of it is unknown.
+        unit: None if there is none, or a word of it is unknown.
     """
 
     number: str
-    unit: str | None
+    unit: UnitSize | None
 
 
 def measure(text: str, any_word: bool) -> NumberWithUnit:
@@ -63,14 +87,15 @@ def measure(text: str, any_word: bool) -> NumberWithUnit:
     Args:
         any_word: Long words are units. Without, they have to be known: in a gold answer `2 abcd` is a product.
 
-    >>> measure(r"5\text{ centimeters}", False), measure("2 bolts", True).number, measure(r"\frac{1}{m} t", True).number
-    (NumberWithUnit(number='5', unit='cm'), '2', '\\frac{1}{m} t')
+    >>> measure(r"5\text{ centimeters}", False) == measure("5 cm", False), measure(r"\frac{1}{m} t", True).number
+    (True, '\\frac{1}{m} t')
     """
     whole = NumberWithUnit(text, None)
     constant = _CONSTANT.match(text)
     if constant is None or not _NUMBER.search(constant[1]) or _OPEN.search(constant[1]):
         return whole
     number, tail = text[: constant.end()].rstrip(), text[constant.end() :].strip()
+    tail = _MICRO.sub(r"\\mathrm{u", tail)
     flat = " ".join(_WRAPPED.sub(r" \1 ", tail).split())
     unit = _POWER_WORD.sub(lambda found: f"{found[2]}^{2 if found[1].startswith('sq') else 3}", flat)
     if number.count("{") != number.count("}") or not _TAIL.fullmatch(unit) or any(map(_NO_UNIT.fullmatch, _WORD.findall(unit))):
@@ -83,7 +108,7 @@ def measure(text: str, any_word: bool) -> NumberWithUnit:
         return whole
     if not all(word in _LETTERS or (_unit(word) and word not in _PRODUCTS) or (any_word and len(word) > 3) for word in bare):
         return whole
-    return NumberWithUnit(number, _one_spelling(unit))
+    return NumberWithUnit(number, _size(unit))
 
 
 def _unit(word: str) -> str | None:
@@ -92,10 +117,29 @@ def _unit(word: str) -> str | None:
     return _UNITS.get(name) or (_UNITS.get(name.removesuffix("s")) if len(name) > 2 else None)
 
 
-def _one_spelling(unit: str) -> str | None:
-    """Return the unit with known abbreviations and `per` as a slash; None if a word is unknown."""
-    text = re.sub(r"\bper\b", "/", unit.rstrip("."))
-    names = {word: _unit(word) for word in _WORD.findall(text)}
-    if None in names.values():
-        return None
-    return re.sub(r"[\s{}]", "", _WORD.sub(lambda found: str(names[found[0]]), text))
+def _size(unit: str) -> UnitSize | None:
+    """Return the size of a product of units; None if a word is unknown."""
+    number, powers = Fraction(1), Counter[str]()
+    for slash, word, power in _FACTOR.findall(re.sub(r"\bper\b", "/", unit.replace(r"\cdot", " "))):
+        factor, bases = _size_of_one(word)
+        if not factor:
+            return None
+        exponent = int(power or 1) * (-1 if slash else 1)
+        number *= factor**exponent
+        powers.update({base: exponent * of_base for base, of_base in bases.items()})
+    return UnitSize(number, {base: power for base, power in powers.items() if power})
+
+
+def _size_of_one(word: str) -> tuple[Fraction, dict[str, int]]:
+    """Return the size of one unit; (0, {}) for an unknown word."""
+    name = _unit(word) or word
+    if "/" in name:
+        above, below = map(_size_of_one, name.split("/"))
+        return above[0] / below[0], above[1] | {base: -power for base, power in below[1].items()}
+    if name in _SIZES:
+        return _SIZES[name]
+    if name[1:] in _PREFIXED and name[0] in _PREFIXES:
+        number, bases = _size_of_one(name[1:])
+        return number * Fraction(10) ** _PREFIXES[name[0]], bases
+    known = name in _PREFIXED or _unit(word) is not None
+    return (Fraction(1), {name: 1}) if known else (Fraction(0), {})

@@ -34,6 +34,7 @@ from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.weights.hf_io import carry_over
 from tests.tiny import change_tensors, hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
 from tests.unit.weights.test_convert import convert
+from tests.worlds import run_world
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +414,33 @@ def lines(*rows: Any, times: int = 8) -> str:
     return "".join(json.dumps(row) + "\n" for row in made)
 
 
+def training_error(rank: int, cfg: Config) -> str:
+    """Return why training refuses its data; "" if it does not."""
+
+    def engine(cfg: Config) -> Any:
+        raise StopIteration("the data is read")
+
+    try:
+        with open_driver(cfg, engine):
+            pass
+    except TepoError as e:
+        return str(e)
+    except RuntimeError as e:
+        assert "StopIteration" in str(e)
+    return ""
+
+
+def sft_error(rank: int, cfg: Config, folder: Path) -> str:
+    """Return why `tepo sft` refuses its data; "" if it does not."""
+    try:
+        own = validate(supervised(plain(cfg)))
+        with world_of_one() as groups:  # a mesh: not in the process of pytest, whose later forks would crash
+            ConversationSource.open(own.sft, own.data, own.model.path, own.rollout.stop_token_ids, 0, groups, folder)
+    except TepoError as e:
+        return str(e)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("text", "settings", "refused"),
     [
@@ -452,17 +480,7 @@ def test_the_doctor_and_training_agree_on_odd_data(
     cfg = made(data={"train": "train.jsonl"} | settings)
     cfg.run_dir.mkdir(parents=True)
 
-    def engine(cfg: Config) -> Any:
-        raise StopIteration("the data is read")
-
-    error = ""
-    try:
-        with open_driver(cfg, engine):
-            pass
-    except TepoError as e:
-        error = str(e)
-    except RuntimeError as e:
-        assert "StopIteration" in str(e)
+    (error,) = run_world(1, training_error, cfg)
     failed = {name for name, finding in findings(cfg).items() if finding.verdict == "fail"}
     assert (bool(error), bool(failed & {"data", "prompts"})) == (refused, refused), (error, failed)
 
@@ -492,13 +510,7 @@ def test_the_doctor_and_fine_tuning_agree_on_odd_data(
     monkeypatch.chdir(tmp_path)
     Path("sft.jsonl").write_text(text)
     cfg = made(**settings | {"sft": {"data": "sft.jsonl", "max_tokens": 32} | settings.get("sft", {})})
-    error = ""
-    try:
-        own = validate(supervised(plain(cfg)))
-        with world_of_one() as groups:
-            ConversationSource.open(own.sft, own.data, own.model.path, own.rollout.stop_token_ids, 0, groups, tmp_path)
-    except TepoError as e:
-        error = str(e)
+    (error,) = run_world(1, sft_error, cfg, tmp_path)
     failed = findings(cfg)["conversations"].verdict == "fail"
     assert (bool(error), failed) == (refused, refused), error
 

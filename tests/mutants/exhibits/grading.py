@@ -178,6 +178,17 @@ EXHIBITS = (
         tests=("tests/unit/rewards/test_grading_pairs.py::test_units_and_numbers",),
     ),
     Exhibit(
+        name="the_base_of_a_number_is_dropped",
+        source="own (issue 41): pairs of somebody who did not know the grader",
+        kind="grading",
+        bug="math-verify reads 110_2 as 110, and 4343_5 as 4343_6.",
+        cost="An answer in another base scores 1.",
+        symbol="base",
+        old="return number[1] if number else None",
+        new="return None",
+        tests=("tests/unit/rewards/test_grading_pairs.py::test_units_and_numbers",),
+    ),
+    Exhibit(
         name="large_powers_are_equal",
         source="own (issue 41); Math-Verify #14 and #64",
         kind="grading",
