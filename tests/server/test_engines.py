@@ -271,29 +271,30 @@ def test_what_is_under_way_goes_on_under_new_weights(
     in_flight: str, truncation: dict[str, Any], served: Served, tmp_path: Path
 ) -> None:
     """Every token has the log-prob and the sampling mask of the weights that it is said to be of, given all tokens before."""
-    old, version = served.model, served.engine.version
-    new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
+    old, first = served.model, served.engine.version
+    new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + first)
     (tmp_path / "old").mkdir(mode=0o700)  # servers read from no other folder
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
     prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=240, stop_token_ids=(), **truncation)
     with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
-        engine.update_weights(old_files, version)
-        engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
-        groups = engine.open()
-        groups.add(prompts[:2], replace(sampling, max_tokens=8), seed=0)
-        groups.add(prompts[2:], sampling, seed=0)
-        made = list(groups.next() or [])  # 8 tokens each: the others are sampled concurrently and have far to go
-        started = time.monotonic()
-        engine.update_weights(files, version + 1)
-        seconds = time.monotonic() - started
-        made += [r for group in iter(groups.next, None) for r in group]
+        for version in range(first, first + 6, 2):  # a busy machine may be too late to change weights under way
+            engine.update_weights(old_files, version)
+            engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
+            groups = engine.open()
+            groups.add(prompts[:2], replace(sampling, max_tokens=8), seed=0)
+            groups.add(prompts[2:], sampling, seed=0)
+            made = list(groups.next() or [])  # 8 tokens each: the others are sampled concurrently and have far to go
+            engine.update_weights(files, version + 1)
+            made += [r for group in iter(groups.next, None) for r in group]
+            mixed = [r for r in made if r.later_versions]
+            if sum(bool(r.later_versions) or r.policy_version > version for r in made) > 50:
+                break
         again = responses(engine.generate(prompts[2:], sampling, seed=0)) if in_flight == "restart" else {}
     served.engine.update_weights(files, version + 1)  # which the fixture's engine did not send
     served.model = new
     assert sorted(r.prompt_id for r in made) == sorted(p.id for p in prompts for _ in range(8))
     assert {r.stop_reason for r in made} <= {"stop", "length"}
-    mixed = [r for r in made if r.later_versions]
-    print(f"weights of another version after {seconds:.2f} s; {len(mixed)} of {len(made)} responses are of both")
+    print(f"{len(mixed)} of {len(made)} responses are of both versions")
     for model, v in ((old, version), (new, version + 1)):
         of_it = sampled_by(made, v)
         if truncation and of_it:

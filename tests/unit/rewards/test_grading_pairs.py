@@ -100,6 +100,7 @@ UNITS_AND_NUMBERS = [
         ("18", "18 dollars", True),
         ("366", "366 downloads", True),
         ("73", "73 million", False),
+        ("73", "73 dozen", False),
         ("73,000,000", r"73 \text{ million}", True),
         ("13", r"\text{thirteen}", True),
         (r"10^{-7} \mathrm{~T}", r"10^{-7} \mathrm{~mT}", False),
