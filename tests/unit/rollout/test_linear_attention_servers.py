@@ -19,8 +19,8 @@ from tests.tiny import hybrid_config, tiny_model, tiny_qwen3
 
 def config(model: Path, engine: str, platform: str) -> Config:
     return validate({
-        "name": "run", "platform": platform, "model": {"path": str(model)}, "data": {"train": "t"},
-        "rollout": {"engine": engine},
+        "name": "run", "platform": platform, "model": {"path": str(model)},
+        "data": {"train": "t", "max_prompt_tokens": 32}, "rollout": {"engine": engine, "max_response_tokens": 32},
     })  # fmt: skip
 
 
