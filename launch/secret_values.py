@@ -30,4 +30,4 @@ def has_secret(text: str) -> bool:
 
 def assigns_secret(line: str) -> bool:
     """Return whether a line of bash sets a variable of a secret's name to a literal value."""
-    return any(is_secret_name(found[1]) for found in _ASSIGNMENT.finditer(line))
+    return any(map(is_secret_name, _ASSIGNMENT.findall(line)))

@@ -316,11 +316,11 @@ def _names(cls: type | None) -> list[str]:
 
 def _keys_named(root: type, name: str) -> list[str]:
     """Return the dotted keys of that name in the sections of `root`; none if there are more than three."""
-    found: list[str] = []
+    keys: list[str] = []
     for section in _names(root):
         inner = _sections_in(typing.get_type_hints(root)[section])
-        found += [f"{section}.{name}"] if any(name in _names(cls) for cls in inner) else []
-    return found if len(found) <= 3 else []
+        keys += [f"{section}.{name}"] if any(name in _names(cls) for cls in inner) else []
+    return keys if len(keys) <= 3 else []
 
 
 def _sections_in(hint: Any) -> list[type]:

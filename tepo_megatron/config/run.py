@@ -85,17 +85,16 @@ class Config:
     @property
     def served_tokens(self) -> int:
         """The same of what the servers of the run are asked for, benchmarks included."""
-        benchmarks = self.data.max_prompt_tokens + self.evaluation.benchmark_tokens if self.evaluation.benchmarks else 0
-        return max(self.sequence_tokens, benchmarks)
+        return max(self.lengths.values())
 
     @property
     def lengths(self) -> dict[str, int]:
         """Return the most tokens of sequences, by the keys that add up to them."""
-        found = {"data.max_prompt_tokens + rollout.max_response_tokens": self.sequence_tokens}
+        tokens = {"data.max_prompt_tokens + rollout.max_response_tokens": self.sequence_tokens}
         if self.evaluation.benchmarks:
-            served = self.data.max_prompt_tokens + self.evaluation.benchmark_tokens
-            found["data.max_prompt_tokens + evaluation.benchmark_tokens"] = served
-        return found
+            of_benchmarks = self.data.max_prompt_tokens + self.evaluation.benchmark_tokens
+            tokens["data.max_prompt_tokens + evaluation.benchmark_tokens"] = of_benchmarks
+        return tokens
 
     @property
     def restarts_ranks(self) -> bool:

@@ -113,7 +113,9 @@ def _of_engine(report: EngineReport) -> list[MetricFamily]:
         MetricFamily("tepo_weights_version", "gauge", "version of the weights that are to be served", [({}, report.version)]),
         MetricFamily("tepo_server_restarts_total", "counter", "restarts of a server", _labelled("server", restarts)),
         MetricFamily(
-            *("tepo_server_answered", "gauge", "1 if this server's own metrics are below"),
+            "tepo_server_answered",
+            "gauge",
+            "1 if this server's own metrics are below",
             _labelled("server", {server.name: float(server.name in report.texts) for server in report.servers}),
         ),
         *(

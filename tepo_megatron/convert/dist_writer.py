@@ -108,10 +108,10 @@ class _File(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Append all of `data`, and return the number of bytes."""
-        left = memoryview(data).cast("B")
+        rest = memoryview(data).cast("B")
         try:
-            while left.nbytes:
-                left = left[super().write(left) :]
+            while rest.nbytes:
+                rest = rest[super().write(rest) :]
         except OSError as e:
             self.failure = e
             raise

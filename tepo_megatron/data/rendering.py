@@ -54,7 +54,7 @@ class ChatRenderer:
 
     def has_special(self, value: Any) -> bool:
         """Return whether a text in a message spells a special token."""
-        return self._mark in json.dumps(self._marked(value))
+        return bool(self._marked(value) != value)
 
     def encode(self, rendering: str) -> TokenSpans:
         """Return the tokens of a rendering.
@@ -65,8 +65,8 @@ class ChatRenderer:
         if not self._tokenizer.is_fast:
             raise DataError("needs a fast tokenizer (tokenizer.json), which tells where its tokens are; convert the tokenizer")
         if self._mark not in rendering:
-            found = self._tokenizer(rendering, add_special_tokens=False, return_offsets_mapping=True)
-            return TokenSpans(list(found.input_ids), *([offset[i] for offset in found.offset_mapping] for i in (0, 1)))
+            whole = self._tokenizer(rendering, add_special_tokens=False, return_offsets_mapping=True)
+            return TokenSpans(list(whole.input_ids), *([offset[i] for offset in whole.offset_mapping] for i in (0, 1)))
         text, quoted, moves, end = "", [], [(0, 0, True)], 0
         for match in re.finditer(rf"{self._mark}(\d+)x|{self._special.pattern}", rendering):
             text += rendering[end : match.start()]
@@ -113,9 +113,9 @@ class ChatRenderer:
             copy.encode_special_tokens = True
             self._copy = copy, {copy.token_to_id(self._secret(name)): self._ids[name] for name in self._names}
         copy, original = self._copy
-        found = copy.encode(text, add_special_tokens=False)
-        ids = [original.get(token, token) for token in found.ids]
-        return ids, [start for start, _ in found.offsets], [end for _, end in found.offsets]
+        encoding = copy.encode(text, add_special_tokens=False)
+        ids = [original.get(token, token) for token in encoding.ids]
+        return ids, [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
 
     def _refuse_special(
         self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int], quoted: Sequence[tuple[int, int]]

@@ -29,7 +29,6 @@ _ANSWERS = ("answer", "expected_answer", "final_answer", "ground_truth", "soluti
 _WORKED = ("solution", "output", "messages")  # columns that may hold prose without an answer
 _HASHES = re.compile(r"(?<!#)####[ \t]*([^\s#][^\n]*?)\s*$")  # GSM8K's worked solutions end like this
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")  # a text with words, and without a box or `####`, is prose
-
 _NAMED = re.compile(r"^[A-Za-z](=|\\in(?![a-z]))(?!.*=)")  # `x=` of one solution
 
 

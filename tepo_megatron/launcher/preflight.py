@@ -40,8 +40,9 @@ def preflight(cfg: "Config", lengths: Mapping[str, int] | None = None) -> None:
         load_function(cfg.rollout.function)
     check_reward(cfg.reward)
     hf_config = read_config(cfg.model.path)
-    architecture = find_family(hf_config).architecture(hf_config)
-    check_positions(find_family(hf_config), hf_config, cfg.lengths if lengths is None else lengths)
+    family = find_family(hf_config)
+    architecture = family.architecture(hf_config)
+    check_positions(family, hf_config, cfg.lengths if lengths is None else lengths)
     if lengths is None:
         check_cache(cfg.rollout, Path(cfg.model.path), cfg.model.dtype, cfg.lengths)
     check_layout(architecture, cfg.parallel)

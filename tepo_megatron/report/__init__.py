@@ -67,6 +67,6 @@ def print_results(folder: Path, steps: int) -> None:
         with RunLock(folder):
             write_report(folder)
     results = ", ".join(name for name in names if (folder / name).exists())
-    made = json.loads((folder / "summary.json").read_text())["steps"]
-    print(f"{escaped(str(folder))}: this run is finished, with {made} steps; its results: {results}")
-    print(f"only {'--evaluation.patience null' if made < steps else 'a higher training.steps'} makes it go on")
+    taken = json.loads((folder / "summary.json").read_text())["steps"]
+    print(f"{escaped(str(folder))}: this run is finished, with {taken} steps; its results: {results}")
+    print(f"only {'--evaluation.patience null' if taken < steps else 'a higher training.steps'} makes it go on")

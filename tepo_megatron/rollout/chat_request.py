@@ -60,31 +60,31 @@ def read_request(body: Any, sampling: SamplingParams) -> ChatRequest:
     if not isinstance(body, dict):
         _refuse("a request is a JSON object")
     defaults = _DEFAULTS | {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
-    given = {name: value for name, value in body.items() if value is not None}
-    if not given.get("tools") and given.get("tool_choice") == "none":
-        del given["tool_choice"]
-    for name in sorted(given.keys() - _HONOURED - _LABELS):
+    fields = {name: value for name, value in body.items() if value is not None}
+    if not fields.get("tools") and fields.get("tool_choice") == "none":
+        del fields["tool_choice"]
+    for name in sorted(fields.keys() - _HONOURED - _LABELS):
         if name not in defaults:
             _refuse(f"{name}: not supported by the gateway; leave it out")
-        if given[name] != defaults[name]:
+        if fields[name] != defaults[name]:
             hint = "; send several requests, each is a branch of the sample" if name == "n" else ""
-            _refuse(f"{name}={given[name]!r:.80}: the gateway has only {defaults[name]!r}; leave it out{hint}")
-    if (model := given.get("model", MODEL)) != MODEL:
+            _refuse(f"{name}={fields[name]!r:.80}: the gateway has only {defaults[name]!r}; leave it out{hint}")
+    if (model := fields.get("model", MODEL)) != MODEL:
         _refuse(f"model={model!r:.80}: only {MODEL!r} is served here; a judge of your own needs a client of its own")
-    limits = {name: given[name] for name in _LIMITS if name in given}
+    limits = {name: fields[name] for name in _LIMITS if name in fields}
     for name, value in limits.items():
         if type(value) is not int or value < 1:
             _refuse(f"{name}={value!r:.80} must be a positive integer")
-    flags = {name: given.get(name, False) for name in ("stream", *_KEEPS_STOP)} | _stream_options(given)
+    flags = {name: fields.get(name, False) for name in ("stream", *_KEEPS_STOP)} | _stream_options(fields)
     if wrong := [name for name, value in flags.items() if not isinstance(value, bool)]:
         _refuse(f"{wrong[0]} must be true or false")
-    stops = given.get("stop", [])
+    stops = fields.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         _refuse("stop must be a string or a list of strings")
     return ChatRequest(
-        messages=_messages(given.get("messages")),
-        tools=_tools(given.get("tools", [])),
+        messages=_messages(fields.get("messages")),
+        tools=_tools(fields.get("tools", [])),
         max_tokens=min(limits.values(), default=None),
         stops=stops,
         keeps_stop=any(flags[name] for name in _KEEPS_STOP),
@@ -93,8 +93,8 @@ def read_request(body: Any, sampling: SamplingParams) -> ChatRequest:
     )
 
 
-def _stream_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    options = given.get("stream_options", {})
+def _stream_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    options = fields.get("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= set(_OF_STREAMS):
         _refuse(f"stream_options must be an object with {' or '.join(_OF_STREAMS)}")
     return {name: value for name, value in options.items() if value is not None}

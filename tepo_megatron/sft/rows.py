@@ -42,16 +42,16 @@ def read_row(row: Row, cfg: SftConfig) -> Chat | tuple[str, str]:
     for key in _OF_PROMPT:
         if row.get(key):
             raise DataError(f"has {key!r}, which is not read; write it into the messages, or remove it")
-    found = _chat_of(row, cfg) or _pair_of(row, cfg)
+    conversation = _chat_of(row, cfg) or _pair_of(row, cfg)
     system, tools = row.get("system"), _tools(row.get("tools"))
-    if isinstance(found, tuple):
+    if isinstance(conversation, tuple):
         unread = [key for key in ("system", "tools") if row.get(key)]
         if row.get("context") and cfg.prompt_key is None:
             unread.append("context")
         if unread:
             raise DataError(f"has {unread[0]!r}, and its prompt is a string, which is learned from as it is; write a chat")
-        return found
-    messages, learned = found.messages, found.learned
+        return conversation
+    messages, learned = conversation.messages, conversation.learned
     if system:
         if not isinstance(system, str):
             raise DataError(f"'system' must be a string, not {describe_value(system)}")
@@ -81,23 +81,23 @@ def _pair_of(row: Row, cfg: SftConfig) -> Chat | tuple[str, str]:
             continue
         prompt, response = value_at(row, prompt_key), value_at(row, response_key)
         if isinstance(prompt, list):
-            given = _chat(prompt, prompt_key)
+            asked = _chat(prompt, prompt_key)
             if isinstance(response, str):
                 answer = Chat([{"role": "assistant", "content": response}], (True,))
             elif isinstance(response, list):
                 answer = _chat(response, response_key)
             else:
                 raise DataError(f"{response_key!r} must be a string or messages, not {describe_value(response)}")
-            return Chat([*given.messages, *answer.messages], (*(False for _ in given.messages), *answer.learned))
+            return Chat([*asked.messages, *answer.messages], (*(False for _ in asked.messages), *answer.learned))
         if prompt_key == "instruction" and isinstance(row.get("input"), str) and row["input"]:
             prompt = f"{prompt}\n\n{row['input']}"
         if not isinstance(prompt, str) or not isinstance(response, str):
             what = describe_value(response if isinstance(prompt, str) else prompt)
             raise DataError(f"{prompt_key!r} and {response_key!r} must be two strings or two lists of messages, not {what}")
         return prompt, response
-    found = ", ".join(map(repr, row)) or "none"
+    columns = ", ".join(map(repr, row)) or "none"
     raise DataError(
-        f"no chat and no prompt with a response in these keys: {found}; name them with sft.prompt_key and sft.response_key"
+        f"no chat and no prompt with a response in these keys: {columns}; name them with sft.prompt_key and sft.response_key"
     )
 
 

@@ -47,7 +47,11 @@ class TokenAudit:
 
     async def _printed(self, words: list[str]) -> tuple[str, int]:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tepo_megatron", *words),
+            sys.executable,
+            "-P",
+            "-m",
+            "tepo_megatron",
+            *words,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

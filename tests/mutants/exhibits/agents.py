@@ -31,14 +31,14 @@ EXHIBITS = (
     ),
     Exhibit(
         name="arguments_are_compared_as_text",
-        source="our own: clients that write the arguments of tool calls anew",
+        source="our own: clients that write the arguments of tool calls again",
         kind="agents",
         bug="A client that parses the arguments of a call and writes them with other spaces sends back another text.",
-        cost="Every turn is a rewrite: a sequence of its own, whose earlier turns are encoded anew.",
+        cost="Every turn is a rewrite: a sequence of its own, whose earlier turns are encoded again.",
         symbol="_arguments",
         old="    with contextlib.suppress(ValueError, RecursionError):",
         new="    with contextlib.suppress(ValueError, RecursionError):\n        return arguments",
-        tests=(f"{_TESTS}::test_tool_arguments_that_a_client_writes_anew_are_no_rewrite",),
+        tests=(f"{_TESTS}::test_tool_arguments_that_a_client_writes_again_are_no_rewrite",),
     ),
     Exhibit(
         name="a_turn_that_nobody_saw_is_trained_on",

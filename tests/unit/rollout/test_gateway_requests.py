@@ -173,7 +173,7 @@ def test_a_developer_speaks_as_the_system() -> None:
     )
 
 
-ANEW = """
+AGAIN = """
 m = (await ask(user('a'), tools=TOOLS)).choices[0].message.model_dump()
 m['tool_calls'][0]['function']['arguments'] = '{"b":"\\\\u007e", "a":1.0}'
 await ask(user('a'), m, {"role": "tool", "tool_call_id": m['tool_calls'][0]['id'], "content": "2"}, tools=TOOLS)
@@ -182,9 +182,9 @@ await ask(user('a'), m, {"role": "tool", "tool_call_id": m['tool_calls'][0]['id'
 """
 
 
-def test_tool_arguments_that_a_client_writes_anew_are_no_rewrite(tmp_path: Path) -> None:
+def test_tool_arguments_that_a_client_writes_again_are_no_rewrite(tmp_path: Path) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "~"}}</tool_call>'
-    rollouts, _, _, events = run(tmp_path, ANEW, [call + "<|im_end|>", "1<|im_end|>", "2<|im_end|>"])
+    rollouts, _, _, events = run(tmp_path, AGAIN, [call + "<|im_end|>", "1<|im_end|>", "2<|im_end|>"])
     assert events == ["gateway: 3 turns, 1 rewrites, 0 branches, 0 template_rewrites, 0 drift"], rollouts[0].failure
     assert digests([{**USER, "reasoning_content": "x"}], ()) != digests([USER], ())
 
