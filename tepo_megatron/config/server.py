@@ -27,9 +27,9 @@ class AnyServerConfig:
     tp: Positive = 1
     # Seconds until a server must serve, counted from its start or, for servers that others start, from the moment at which the
     # run looks for it. The default is for 14B weights from a cold disk, compilation and the capture of CUDA graphs. A server
-    # that the run starts is given up after a sixth of them (at least 300 s) in which its log does not grow and its processes
-    # neither read from a disk nor use a hundredth of a core; one whose process ends, at once.
-    ready_seconds: PositiveFloat = 1800.0
+    # that the run starts is given up after a twelfth of them (at least 300 s) in which its log does not grow and its processes
+    # neither use a disk nor a hundredth of a core; one whose process ends, at once.
+    ready_seconds: PositiveFloat = 3600.0
     # Seconds until a server must have answered one request. A request that takes longer is sent again. A generation request
     # gets this many seconds per million tokens, if rollout.server.concurrency requests like it ask for more than a million.
     request_seconds: PositiveFloat = 1800.0

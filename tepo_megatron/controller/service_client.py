@@ -14,11 +14,11 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.progress import STUCK_SECONDS, Progress
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
-START_SECONDS = 600.0  # for the service to import its modules, which may lie on a slow file system
 PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
 CLOSE_SECONDS = 60.0  # for the service to end its servers and itself
 
@@ -57,7 +57,7 @@ class ServiceClient:
         self._answers: dict[int, Answer] = {}  # those that arrived before they were asked for
         self._pings: set[int] = set()
         self._lost: RolloutError | None = None
-        self._started = False  # whether the service has sent anything
+        self._start: Progress | None = Progress(process.pid)  # None: the service has sent something
 
     @property
     def pid(self) -> int:
@@ -83,7 +83,7 @@ class ServiceClient:
         begun = asked = time.monotonic()
         silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
         while pending.number not in self._answers:
-            limit = self._silence_seconds if self._started else max(START_SECONDS, self._silence_seconds)
+            limit = self._silence_seconds
             wait = min(PING_SECONDS, limit / 4)  # a call may take long: only pings that are not answered are silence
             try:
                 if self._connection.poll(wait):
@@ -92,19 +92,19 @@ class ServiceClient:
                         self._pings.remove(answer.number)
                     else:
                         self._answers[answer.number] = answer
-                    silent, self._started = 0.0, True
-                else:
+                    silent, self._start = 0.0, None
+                elif self._start is None:
                     silent += wait
+                elif (idle := self._start.idle_seconds()) > max(STUCK_SECONDS, limit):
+                    raise self._give_up(f"is stuck in its start: for {idle:.0f} s it used neither CPU time nor a disk")
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
             if silent > limit:
-                self._lost = RolloutError(
-                    f"the rollout service (pid {self._process.pid}) gave no answer for {limit:g} s, in the "
-                    f"call {pending.name}; raise parallel.heartbeat_timeout if its machine was busy"
+                raise self._give_up(
+                    f"gave no answer for {limit:g} s, in the call {pending.name}; raise parallel.heartbeat_timeout if its "
+                    "machine was busy"
                 )
-                self._process.kill()
-                raise self._lost
             if now - begun > seconds:
                 raise RolloutError(f"the rollout service did not finish the call {pending.name} within {seconds:g} s")
             if now - asked >= wait:
@@ -132,6 +132,11 @@ class ServiceClient:
     def leave(self) -> None:
         """Close the connection. A service that outlives rank 0 keeps its work for the next one. A second call does nothing."""
         self._connection.close()
+
+    def _give_up(self, what: str) -> RolloutError:
+        self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {what}")
+        self._process.kill()
+        return self._lost
 
     def _ended(self) -> RolloutError:
         if self._lost is None:

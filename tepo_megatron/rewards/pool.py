@@ -13,7 +13,6 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards.process import (
     REPLY_BYTES,
-    START_SECONDS,
     Field,
     GradingWorker,
     WorkerBroken,
@@ -156,7 +155,7 @@ class GradingPool:
             self._stop(e)
 
     def _no_start(self, worker: GradingWorker, why: Exception) -> RewardError:
-        fate = f"was not ready after {START_SECONDS:.0f} s" if isinstance(why, TimeoutError) else "ended"
+        fate = str(why) if isinstance(why, TimeoutError) else "ended"
         return RewardError(
             f"a grading worker {fate} before its first answer; check {self._check} and that {self._limits.memory_mib} MiB "
             f"of memory are enough ({sys.executable}). Its last words:\n{worker.stderr_tail() or '(none)'}"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from tepo_megatron.utils.processes import has_ended
+from tepo_megatron.utils.progress import LOOK_SECONDS, START_SECONDS, STUCK_SECONDS, Progress
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
-START_SECONDS = 120.0  # a start takes under a second on an idle machine, but the machine may be loading a model
 _END_SECONDS = 0.2  # a process closes its pipes at most this long before it has ended
 _STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 65536
@@ -92,9 +92,17 @@ class GradingWorker:
         return "answered with something that is no answer"
 
     async def wait_ready(self) -> None:
-        """Wait until the process can grade. Raises WorkerBroken, or TimeoutError if it cannot START_SECONDS after this call."""
-        if await self._reply(time.monotonic() + START_SECONDS) != "ready":
-            raise WorkerBroken
+        """Wait until the process can grade or its start is stuck. Raises WorkerBroken, or TimeoutError that says why."""
+        progress, deadline = Progress(self.pid), time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(TimeoutError):
+                if await self._reply(time.monotonic() + LOOK_SECONDS) != "ready":
+                    raise WorkerBroken
+                return
+            if (idle := progress.idle_seconds()) > STUCK_SECONDS:
+                raise TimeoutError(f"used neither CPU time nor a disk for {idle:.0f} s")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"was not ready after {START_SECONDS:g} s")
 
     def send(self, requests: Sequence[Sequence[Field]]) -> None:
         """Send requests, or as much of them as the pipe takes: `receive` sends the rest. Raises WorkerBroken."""

@@ -3,7 +3,7 @@
 {"collected": 40}
 {"started": NODEID}
 {"test": NODEID, "phase": "setup|call|teardown|collection", "outcome": "passed|failed|skipped",
-     "text": TRACEBACK, "captured": OUTPUT}
+     "seconds": 0.25, "text": TRACEBACK, "captured": OUTPUT}
 {"ended": NODEID}
 """
 
@@ -38,7 +38,8 @@ class Rows:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         text = report.longreprtext if report.failed else ""
         captured = "\n".join(f"{title}:\n{content}" for title, content in report.sections) if report.failed else ""
-        self._write(test=report.nodeid, phase=report.when, outcome=report.outcome, text=text, captured=captured)
+        row = {"outcome": report.outcome, "seconds": round(report.duration, 3), "text": text, "captured": captured}
+        self._write(test=report.nodeid, phase=report.when, **row)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

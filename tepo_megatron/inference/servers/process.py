@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,15 +21,12 @@ from tepo_megatron.inference.servers import guard
 from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import has_ended, kill_process_tree
+from tepo_megatron.utils.progress import STUCK_SECONDS, Progress
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0
 _ENDED_POLL_SECONDS = 0.02
-# A start is given up after this time without progress, or a sixth of its time limit where that is longer.
-STUCK_SECONDS = 300.0
-LOOK_SECONDS = 10.0  # between looks at the progress of a start
-WORKING = 0.01  # part of a core that a starting server uses at least; polling for something takes less
 # vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
 GRACE_SECONDS = 10.0
 # An error message shows the last LOG_LINES lines of the log, and up to LOG_CAUSES distinct errors from above them.
@@ -168,21 +165,13 @@ class ServerProcess:
                 return psutil.Process(self._guard.pid).children(recursive=True)
         return []
 
-    def _work(self) -> tuple[float, ...]:
-        """Return bytes in the log, bytes read from disks, and CPU seconds of all processes, those that have ended included."""
-        read, cpu = 0, 0.0
-        for process in self._processes():
-            with contextlib.suppress(psutil.Error):
-                cpu += sum(process.cpu_times()[:4])
-                read += process.io_counters().read_bytes
-        return self._log_path.stat().st_size, read, cpu
-
     def wait_ready(self) -> None:
         """Return when `health_url` answers 200.
 
         Raises RolloutError if the server ends, makes no progress, or is not ready `ready_seconds` after `start`.
         """
-        progress = _Progress(self._work)
+        assert self._guard is not None
+        progress, most_idle = Progress(self._guard.pid, self._log_path), max(STUCK_SECONDS, self._ready_seconds / 12)
         with contextlib.closing(BlockingHttpClient(self._health_url)) as http:
             while self.running:
                 with contextlib.suppress(ExchangeFailed):
@@ -195,11 +184,11 @@ class ServerProcess:
                         f"was not ready after {self._ready_seconds:g} s: {lacking}; raise rollout.server.ready_seconds, or fix "
                         "what its log shows"
                     )
-                if (idle := progress.idle_seconds()) > max(STUCK_SECONDS, self._ready_seconds / 6):
+                if (idle := progress.idle_seconds()) > most_idle:
                     raise self.failure(
-                        f"is stuck in its start: for {idle:.0f} s its log did not grow and its processes neither read from a "
-                        f"disk nor used CPU time, and {lacking}; fix what its log shows, or raise rollout.server.ready_seconds "
-                        "to six times what it may be idle"
+                        f"is stuck in its start: for {idle:.0f} s its log did not grow and its processes used neither a disk "
+                        f"nor CPU time, and {lacking}; fix what its log shows, or raise rollout.server.ready_seconds to twelve "
+                        "times what it may be idle"
                     )
                 time.sleep(POLL_SECONDS)
         raise self.failure("could not start")
@@ -256,21 +245,6 @@ class ServerProcess:
         if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
             self._guard.kill()
             self._has_ended(guard.KILLED_SECONDS)
-
-
-class _Progress:
-    def __init__(self, work: Callable[[], tuple[float, ...]]) -> None:
-        self._work, self._done = work, work()
-        self._looked = self._since = time.monotonic()
-
-    def idle_seconds(self) -> float:
-        now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked, done = now, self._work()
-            logged, read, cpu = (after - before for before, after in zip(self._done, done, strict=True))
-            if logged or read or abs(cpu) >= WORKING * (now - self._since):
-                self._since, self._done = now, done
-        return self._looked - self._since
 
 
 def _leader_lives(guard_pid: int) -> bool:

@@ -101,6 +101,18 @@ def test_a_service_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+def test_a_service_that_is_stuck_in_its_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.2)
+    monkeypatch.setattr("tepo_megatron.controller.service_client.STUCK_SECONDS", 1.0)
+    monkeypatch.setattr("tepo_megatron.controller.service_client.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("tepo_megatron.utils.progress.LOOK_SECONDS", 0.2)
+    with service(silence_seconds=0.5) as client:
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(RolloutError, match=r"is stuck in its start: for [12] s it used neither CPU time nor a disk"):
+            client.receive(client.begin("ping"), 20.0)
+
+
+@pytest.mark.slow
 def test_the_service_ends_with_rank_0(tmp_path: Path) -> None:
     code = (
         "import os, time\n"

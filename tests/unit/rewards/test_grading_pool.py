@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.errors import RewardError
 from tepo_megatron.grading.worker import grade_in_time
 from tepo_megatron.rewards import process
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.process import WorkerOutcome
+from tepo_megatron.utils import progress
 
 GOOD = """
 import json, os, sys, time
@@ -93,7 +95,7 @@ def test_what_a_worker_wrote_counts_however_late_it_is_read(tmp_path: Path, monk
     script.write_text(GOOD.replace("BEHAVE", "").replace("\nfor line", f"\nopen({str(written)!r}, 'w')\nfor line")
                       + f"    open({str(written)!r}, 'w')\n")  # fmt: skip
     monkeypatch.setattr(process, "WORKER", script)
-    monkeypatch.setattr(process, "START_SECONDS", 0.0)
+    monkeypatch.setattr(process, "LOOK_SECONDS", 0.0)
 
     def wait() -> None:
         while not written.exists():
@@ -112,6 +114,18 @@ def test_what_a_worker_wrote_counts_however_late_it_is_read(tmp_path: Path, monk
         assert asyncio.run(late()) == WorkerOutcome("graded", 3.0)
     finally:
         worker.kill()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_in_its_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STUCK_SECONDS", 1.0)
+    monkeypatch.setattr(process, "START_SECONDS", 10.0)
+    monkeypatch.setattr(process, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.2)
+    made = pool(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(RewardError, match="a grading worker used neither CPU time nor a disk for 1 s before its first answer"):
+        made.grade([["aaa"]])
+    made.close()
 
 
 @pytest.mark.slow

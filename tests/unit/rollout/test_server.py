@@ -15,6 +15,7 @@ import pytest
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import process as server_module
 from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hold_port
+from tepo_megatron.utils import progress
 from tests.hurting import NOTHING, memory_group
 
 # Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.
@@ -149,7 +150,7 @@ def test_a_command_that_exits_is_an_error_with_the_end_of_its_log(start: Start, 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
     """A start is stuck after 2 s instead of 300 s. Returns the time limit of a start that belongs to it."""
     monkeypatch.setattr(server_module, "STUCK_SECONDS", 2.0)
-    monkeypatch.setattr(server_module, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.5)
     return 6 * server_module.STUCK_SECONDS
 
 
