@@ -14,7 +14,7 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.progress import STUCK_SECONDS, Progress
+from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
@@ -57,7 +57,7 @@ class ServiceClient:
         self._answers: dict[int, Answer] = {}  # those that arrived before they were asked for
         self._pings: set[int] = set()
         self._lost: RolloutError | None = None
-        self._start: Progress | None = Progress(process.pid)  # None: the service has sent something
+        self._start: StartProgress | None = StartProgress(process.pid)  # None: the service has sent something
 
     @property
     def pid(self) -> int:
@@ -96,12 +96,12 @@ class ServiceClient:
                 elif self._start is None:
                     silent += wait
                 elif (idle := self._start.idle_seconds()) > max(STUCK_SECONDS, limit):
-                    raise self._give_up(f"is stuck in its start: for {idle:.0f} s it used neither CPU time nor a disk")
+                    raise self._declare_lost(f"is stuck in its start: for {idle:.0f} s it used neither CPU time nor a disk")
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
             if silent > limit:
-                raise self._give_up(
+                raise self._declare_lost(
                     f"gave no answer for {limit:g} s, in the call {pending.name}; raise parallel.heartbeat_timeout if its "
                     "machine was busy"
                 )
@@ -133,7 +133,7 @@ class ServiceClient:
         """Close the connection. A service that outlives rank 0 keeps its work for the next one. A second call does nothing."""
         self._connection.close()
 
-    def _give_up(self, what: str) -> RolloutError:
+    def _declare_lost(self, what: str) -> RolloutError:
         self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {what}")
         self._process.kill()
         return self._lost

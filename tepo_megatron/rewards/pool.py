@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards.process import (
-    REPLY_BYTES,
-    Field,
-    GradingWorker,
-    WorkerBroken,
-    WorkerOutcome,
-)
+from tepo_megatron.rewards.process import REPLY_BYTES, Field, GradingWorker, WorkerBroken, WorkerOutcome
 from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
@@ -155,7 +149,7 @@ class GradingPool:
             self._stop(e)
 
     def _no_start(self, worker: GradingWorker, why: Exception) -> RewardError:
-        fate = str(why) if isinstance(why, TimeoutError) else "ended"
+        fate = str(why) or "ended"
         return RewardError(
             f"a grading worker {fate} before its first answer; check {self._check} and that {self._limits.memory_mib} MiB "
             f"of memory are enough ({sys.executable}). Its last words:\n{worker.stderr_tail() or '(none)'}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tepo_megatron.utils.processes import has_ended
-from tepo_megatron.utils.progress import LOOK_SECONDS, START_SECONDS, STUCK_SECONDS, Progress
+from tepo_megatron.utils.progress import LOOK_SECONDS, START_SECONDS, STUCK_SECONDS, StartProgress
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
 _END_SECONDS = 0.2  # a process closes its pipes at most this long before it has ended
@@ -93,7 +93,7 @@ class GradingWorker:
 
     async def wait_ready(self) -> None:
         """Wait until the process can grade or its start is stuck. Raises WorkerBroken, or TimeoutError that says why."""
-        progress, deadline = Progress(self.pid), time.monotonic() + START_SECONDS
+        progress, deadline = StartProgress(self.pid), time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
                 if await self._reply(time.monotonic() + LOOK_SECONDS) != "ready":

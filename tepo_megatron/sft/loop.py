@@ -32,13 +32,7 @@ from tepo_megatron.sft.plan import TrainingPlan
 from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.save_requests import (
-    STOP,
-    answer_stop,
-    answer_trace,
-    asked,
-    take_trace,
-)
+from tepo_megatron.utils.save_requests import STOP, answer_stop, answer_trace, asked, take_trace
 from tepo_megatron.utils.supervisor import is_restart
 
 COLUMNS = (

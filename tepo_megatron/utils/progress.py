@@ -12,7 +12,7 @@ LOOK_SECONDS = 10.0  # between two looks
 WORKING = 0.01  # part of a core that a starting process uses at least; polling for something takes less
 
 
-class Progress:
+class StartProgress:
     """The time for which a process, its descendants and their log have done nothing."""
 
     def __init__(self, pid: int, log: Path | None = None) -> None:

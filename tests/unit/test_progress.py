@@ -14,8 +14,8 @@ def test_a_pause_of_the_looker_is_no_idle_time(monkeypatch: pytest.MonkeyPatch) 
     """A run that was stopped for an hour and goes on has lost nothing."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(progress.Progress, "_work", lambda self: (0, 0, 0.0))
-    start = progress.Progress(os.getpid())
+    monkeypatch.setattr(progress.StartProgress, "_work", lambda self: (0, 0, 0.0))
+    start = progress.StartProgress(os.getpid())
     for passed, idle in ((progress.LOOK_SECONDS, progress.LOOK_SECONDS), (3600.0, 3 * progress.LOOK_SECONDS)):
         clock.now += passed
         assert start.idle_seconds() == idle

@@ -21,7 +21,7 @@ from tepo_megatron.inference.servers import guard
 from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import has_ended, kill_process_tree
-from tepo_megatron.utils.progress import STUCK_SECONDS, Progress
+from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
@@ -171,7 +171,7 @@ class ServerProcess:
         Raises RolloutError if the server ends, makes no progress, or is not ready `ready_seconds` after `start`.
         """
         assert self._guard is not None
-        progress, most_idle = Progress(self._guard.pid, self._log_path), max(STUCK_SECONDS, self._ready_seconds / 12)
+        progress, most_idle = StartProgress(self._guard.pid, self._log_path), max(STUCK_SECONDS, self._ready_seconds / 12)
         with contextlib.closing(BlockingHttpClient(self._health_url)) as http:
             while self.running:
                 with contextlib.suppress(ExchangeFailed):

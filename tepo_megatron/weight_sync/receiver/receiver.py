@@ -25,11 +25,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
 )
 from tepo_megatron.weight_sync.bucket_format import Bucket
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tepo_megatron.weight_sync.receiver.weight_files import (
-    UpdateTracker,
-    check_files,
-    tensors,
-)
+from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, check_files, tensors
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")

@@ -211,7 +211,7 @@ EXHIBITS = (
         kind="requests to servers",
         bug="Only a log that grows and reads from disks count as progress of a start.",
         cost="On a loaded machine a server that compiles without a line in its log is given up.",
-        symbol="Progress.idle_seconds",
+        symbol="StartProgress.idle_seconds",
         old=" or cpu >= WORKING * self._since",
         new="",
         tests=("tests/unit/rollout/test_server.py::test_a_start_that_makes_progress_has_its_whole_time_limit[CPU time]",),
