@@ -29,7 +29,7 @@ from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
 
-_HANG_UP_SECONDS, _HANG_UP_POLLS = 1.0, 100  # until the gateway has noticed that a client gave up its request
+_HANG_UP_TURNS, _TURN_SECONDS = 100, 0.01  # of the gateway's event loop, until it has seen that a client gave up its request
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ class CustomRollouts:
         async def call() -> object:
             returned = await self._function.call(argument)
             turns = made.turns
-            for _ in range(_HANG_UP_POLLS if isinstance(made, AgentSample) else 0):
+            for _ in range(_HANG_UP_TURNS if isinstance(made, AgentSample) else 0):
                 if not made.running:
                     break
-                await asyncio.sleep(_HANG_UP_SECONDS / _HANG_UP_POLLS)
+                await asyncio.wrap_future(self._server.submit(asyncio.sleep(_TURN_SECONDS)))  # longer if that loop is busy
             if made.running or made.turns > turns:
                 raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
             return returned
