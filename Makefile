@@ -1,5 +1,7 @@
 # Every target sets itself up: a virtual environment with pinned packages, re-used while nothing changed.
-PYTHON ?= python3.11
+# The first of these that is there, with venv and a wheel of every pin.
+PYTHON ?= python3.11 python3.12 python3.13
+FOUND   = $(firstword $(foreach python,$(PYTHON),$(shell $(python) -c "import ensurepip, venv" 2>/dev/null && echo $(python))))
 GPU_PYTHON ?= python
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -38,7 +40,7 @@ UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*
 # The GPU images' Megatron-Core requires Python 3.12. Where 3.12 or a torch for it is missing, 3.11 is used without that guard.
 PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
-  && echo python3.12 || echo $(PYTHON))
+  && echo python3.12 || echo $(FOUND))
 
 .PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants check lint types format pins clean
@@ -176,49 +178,19 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The marker holds the checksum of the inputs, so a touched but unchanged file installs nothing.
+# The markers hold the checksum of the inputs, so a touched but unchanged file installs nothing.
 $(READY): pyproject.toml requirements/cpu.txt
-	@sum=$$(cat pyproject.toml requirements/cpu.txt | sha256sum); \
-	if [ "$$(cat $(READY) 2>/dev/null)" = "$$sum" ]; then touch $(READY); exit 0; fi; \
-	set -e; \
-	echo "setting up $(VENV) (once; some minutes if packages must be downloaded)"; \
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
-	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --compile-bytecode -r requirements/cpu.txt; \
-	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --editable .; \
-	echo "$$sum" > $(READY)
+	@$(UV_ENV) PYTHON="$(PYTHON)" EDITABLE=1 requirements/venv.sh $(VENV) requirements/cpu.txt pyproject.toml
 
 # SGLang's environment holds this package for its weight loader (weight_sync/receiver/sglang_loader.py).
-$(SGLANG)/.ready: $(READY) requirements/sglang-cpu.txt
-	@sum=$$(cat requirements/sglang-cpu.txt | sha256sum); \
-	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
-	set -e; \
-	echo "setting up $(SGLANG) (once; some minutes if packages must be downloaded)"; \
-	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv --without-pip $(SGLANG); \
-	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(SGLANG)/bin/python --no-deps --quiet --compile-bytecode -r requirements/sglang-cpu.txt; \
-	$(BIN)/uv pip install --no-config --python $(SGLANG)/bin/python --no-deps --quiet --editable .; \
-	echo "$$sum" > $@
+$(SGLANG)/.ready: requirements/sglang-cpu.txt
+	@$(UV_ENV) PYTHON="$(PYTHON)" EDITABLE=1 requirements/venv.sh $(SGLANG) $<
 
-# This environment installs its own uv, because a machine that only launches jobs has no training environment.
 $(LAUNCH)/.ready: requirements/launch.txt
-	@sum=$$(cat requirements/launch.txt | sha256sum); \
-	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
-	set -e; \
-	echo "setting up $(LAUNCH) (once; a minute if packages must be downloaded)"; \
-	test -x $(LAUNCH)/bin/python || $(PYTHON) -m venv $(LAUNCH); \
-	$(LAUNCH)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
-	$(LAUNCH)/bin/uv pip install --no-config --python $(LAUNCH)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch.txt; \
-	echo "$$sum" > $@
+	@PYTHON="$(PYTHON)" requirements/venv.sh $(LAUNCH) $<
 
 $(DOCS)/.ready: requirements/docs.txt
-	@sum=$$(cat requirements/docs.txt | sha256sum); \
-	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
-	set -e; \
-	echo "setting up $(DOCS) (once; a minute if packages must be downloaded)"; \
-	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS); \
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
-	$(DOCS)/bin/uv pip install --no-config --python $(DOCS)/bin/python --no-deps --quiet --compile-bytecode -r requirements/docs.txt; \
-	echo "$$sum" > $@
+	@PYTHON="$(PYTHON)" requirements/venv.sh $(DOCS) $<
 
 # The CPU's packages, with the Megatron-Core of the GPU images.
 $(PINS)/.ready: pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt
@@ -256,13 +228,13 @@ $(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
 
 # Resolve the pins again.
 pins:
-	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
+	test -x $(BIN)/uv || ($(FOUND) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
 	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --no-emit-package tepo-megatron --override requirements/overrides.txt \
 	  --extra cpu --group dev pyproject.toml -o requirements/cpu.txt
 	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/sglang-cpu.in -o requirements/sglang-cpu.txt
-	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --universal --python-version 3.11 --no-header --no-annotate \
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/docs.in -o requirements/docs.txt
