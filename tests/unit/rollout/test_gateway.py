@@ -266,7 +266,7 @@ def test_a_new_thread_has_clients_and_locks_of_its_own(tmp_path: Path, monkeypat
     header = HEADER.replace("@openai_agent", shared)
     header = header.replace(own, "client = shared.with_options(base_url=task.base_url, api_key=task.api_key)")
     monkeypatch.setattr("tests.unit.rollout.test_gateway.HEADER", header)
-    rollouts, *_ = run(tmp_path, SHARED_CLIENT, ["1<|im_end|>"], samples=8, seconds=2.0)
+    rollouts, *_ = run(tmp_path, SHARED_CLIENT, ["1<|im_end|>"], samples=8, seconds=12.0)
     failures = [rollout.failure for rollout in rollouts if rollout.failure]
     assert len(failures) == 1 and "it blocks its thread" in failures[0], failures
 
