@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tepo_megatron.platform import activate
-from tests.core import is_core
+from tests.core import ROOT, is_core
 
 # Imports, tests and models are many objects that stay: by default the collector looks through them a tenth of the time.
 gc.set_threshold(100_000)
@@ -38,7 +38,8 @@ FOLDERS = {"e2e": (HERE / "e2e", HERE / "launch"), "server": (HERE / "server", H
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is not of the core. Refuse a test whose mark no target of the Makefile would find in its folder."""
     for item in items:
-        if not is_core(item.path):
+        name = f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}"
+        if not is_core(name, item.get_closest_marker("slow") is not None):
             item.add_marker(pytest.mark.full)
         for mark, folders in FOLDERS.items():
             if item.get_closest_marker(mark) and not any(item.path.is_relative_to(folder) for folder in folders):

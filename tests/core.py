@@ -1,7 +1,7 @@
-"""The core of the tests, which `make test` runs. Every other file is marked `full`, and CI runs a rotating part of it.
+"""The core of the tests, which `make test` runs. Every other test is marked `full`, and CI runs a rotating part of them.
 
-The core is what the museum of bugs names (tests/mutants), the gate, and at least one file for the contract of each part of the
-package and of the launcher.
+The core is what the museum of bugs names (tests/mutants), the gate, some whole runs, and every quick test of a file that has one
+of these or the contract of a part of the package or of the launcher.
 """
 
 from __future__ import annotations
@@ -30,14 +30,25 @@ CONTRACTS = (
         "unpickling",
     )),
 )  # fmt: skip
+# Of these the slow tests, too.
+SLOW_CONTRACTS = ("tests/gate", "tests/e2e", "tests/launch/test_local.py", "tests/unit/test_mutants.py")
 
 
 @cache
-def core() -> frozenset[str]:
-    """Return the core's files and folders, from the root of the tree."""
-    return frozenset(CONTRACTS) | {test.partition("::")[0] for exhibit in all_exhibits() for test in exhibit.tests}
+def named() -> frozenset[str]:
+    """Return FILE::FUNCTION of each test that an exhibit names, or FILE for all of a file."""
+    return frozenset(test.partition("[")[0] for exhibit in all_exhibits() for test in exhibit.tests)
 
 
-def is_core(path: Path) -> bool:
-    name = path.relative_to(ROOT)
-    return any(str(place) in core() for place in (name, *name.parents))
+@cache
+def _files() -> frozenset[str]:
+    return frozenset(CONTRACTS) | {test.partition("::")[0] for test in named()}
+
+
+def is_core(test: str, slow: bool) -> bool:
+    """Return whether a test, FILE::FUNCTION[CASE] with the file's path from the root of the tree, is of the core."""
+    file = Path(test.partition("::")[0])
+    if test.partition("[")[0] in named() or str(file) in named():
+        return True
+    places = {str(place) for place in (file, *file.parents)}
+    return bool(places & _files()) and (not slow or bool(places & set(SLOW_CONTRACTS)))

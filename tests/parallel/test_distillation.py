@@ -67,6 +67,7 @@ def distilled(case: cases.Case, other: Path) -> tuple[reference.Step, ...]:  # n
     return expected(case, other, reward=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "max_tokens"), full_but([("CP2 TP2", 100)], [], [(name, 100) for name in cases.LAYOUTS]))
 def test_every_layout_trains_to_the_exact_kl(
     case: cases.Case,

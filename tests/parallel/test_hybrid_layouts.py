@@ -41,6 +41,7 @@ def check(case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, 
     cases.compare(ranks, case.steps, LIMIT)
 
 
+@pytest.mark.slow
 def test_the_floor_of_fp32(hybrid: cases.Case) -> None:
     """transformers in fp32 misses the limit of the other families, and meets this one."""
     steps = cases.reference_steps(hybrid.model, hybrid.batches, torch.float32)

@@ -209,6 +209,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "data", "verdict", "said"),
     [
@@ -381,6 +382,7 @@ def _an_adapter(folder: Path) -> None:
 NORM = "model.norm.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -441,6 +443,7 @@ def sft_error(rank: int, cfg: Config, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "settings", "refused"),
     [
@@ -485,6 +488,7 @@ def test_the_doctor_and_training_agree_on_odd_data(
     assert (bool(error), bool(failed & {"data", "prompts"})) == (refused, refused), (error, failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "settings", "refused"),
     [

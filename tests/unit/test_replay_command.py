@@ -67,6 +67,7 @@ def test_steps_up_to_one_are_repeated_and_a_change_is_named(killed: Config, tmp_
     assert [row["step"] for row in w.records(killed.run_dir.with_name("changed"))] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_changed_weight_is_named(killed: Config, tmp_path: Path) -> None:
     folder = killed.run_dir
     (path,) = (folder / "hf").glob("*.safetensors")

@@ -68,6 +68,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return Engines(monkeypatch)
 
 
+@pytest.mark.slow
 def test_all_seven_from_rows_to_tables(
     model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +276,7 @@ def converted_and_evaluated(rank: int, model: Path, engines: Engines, tmp_path: 
     assert sorted(os.listdir(out)) == ["evaluation.json", "evaluation.md", "minerva.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_megatron_checkpoint_is_converted_and_what_was_made_is_removed(model: Path, engines: Engines, tmp_path: Path) -> None:
     run_world(1, converted_and_evaluated, model, engines, tmp_path)
 

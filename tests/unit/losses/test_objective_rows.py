@@ -48,6 +48,7 @@ def test_a_row_computes_its_method(name: str) -> None:
         compare(OBJECTIVES[name], batch, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_with_larger_coefficients(name: str) -> None:
     parts = larger(METHODS[name])

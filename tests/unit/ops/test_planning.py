@@ -87,6 +87,7 @@ def calls_of_a_plan(count: int, shared: bool) -> int:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "shared"), [((256, 4096), False), ((64, 1024), True)])
 def test_the_work_of_a_plan_grows_with_the_sequences(counts: tuple[int, int], shared: bool) -> None:
     """Sixteen times as many sequences take at most 16 ** 1.1 times as many calls."""

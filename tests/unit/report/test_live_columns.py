@@ -69,6 +69,7 @@ def test_long_runs_are_thinned_to_their_extremes() -> None:
     assert whole.thinned(count) is whole
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path: Path) -> None:
     first, second = LiveRun(tmp_path / "first", 0), LiveRun(tmp_path / "second", 1)
     for run in (first, second):

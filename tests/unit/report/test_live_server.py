@@ -109,6 +109,7 @@ def test_only_who_knows_the_secret_may_ask_and_only_for_this_run(run: Path) -> N
     serving([run], act)
 
 
+@pytest.mark.slow
 def test_samples_and_tokens_are_text_one_page_at_a_time(run: Path) -> None:
     async def act(ask: Callable[..., Awaitable[Any]], url: str) -> None:
         async def found(path: str) -> Any:
@@ -150,6 +151,7 @@ def test_samples_and_tokens_are_text_one_page_at_a_time(run: Path) -> None:
     serving([run], act)
 
 
+@pytest.mark.slow
 def test_a_token_is_audited_by_tepo_audit_and_a_run_without_records_says_the_key(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

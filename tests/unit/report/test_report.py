@@ -130,6 +130,7 @@ def test_quantities_that_a_method_lacks_have_no_panel(tmp_path: Path, key: str, 
     assert title in charts(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", full_but([3e-7], [], [0.0, 3e-7, 50.0]))
 def test_entropy_changes_of_any_size_are_drawn(tmp_path: Path, change: float) -> None:
     rows = [{k: change if "dH" in k else v for k, v in row.items() if "noise" not in k} for row in measured(2)]

@@ -126,6 +126,7 @@ def test_units_and_numbers() -> None:
     assert disagreements(UNITS_AND_NUMBERS, graded(UNITS_AND_NUMBERS)) == []
 
 
+@pytest.mark.slow
 def test_better_than_math_verify_alone() -> None:
     """The grader is at least as good on every kind; each listed fault is still one of math-verify."""
     request = json.dumps([(pair.gold, pair.answer) for pair in PAIRS])
