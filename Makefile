@@ -1,4 +1,5 @@
 # Every target sets itself up: a virtual environment with pinned packages, re-used while nothing changed.
+SHELL := bash
 # The first of these that is there, with venv and a wheel of every pin.
 PYTHON ?= python3.11 python3.12 python3.13
 FOUND   = $(firstword $(foreach python,$(PYTHON),$(shell $(python) -c "import ensurepip, venv" 2>/dev/null && echo $(python))))
@@ -42,7 +43,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(FOUND))
 
-.PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
+.PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -105,7 +106,21 @@ docs-links: $(DOCS)/.ready
 
 # Run three streams of tests at once, because each waits part of the time: tests without servers, whole runs, servers.
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	$(BIN)/python -m tests.running $(call streams,parts runs servers)
+	$(BIN)/python -m tests.running $(if $(RECORD),--record $(RECORD)) $(call streams,parts runs servers)
+
+# The same next to a busy loop per core, at the same priority.
+test-pressure: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
+	@loops=; trap 'kill $$loops' EXIT; \
+	for core in $$(seq $$(nproc)); do timeout 3h $(BIN)/python -c "while True: pass" & loops="$$loops $$!"; done; \
+	$(MAKE) --no-print-directory test
+
+# Run the numerical tests as on other kinds of CPUs, and with another number of threads. KINDS: some of these only.
+KINDS ?= default/SSE41/1 avx2/AVX2/2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx512/AVX512_CORE/2)
+test-portable: $(READY)
+	set -e; for kind in $(KINDS); do IFS=/ read -r vectors isa threads <<< "$$kind"; \
+	echo "ATEN_CPU_CAPABILITY=$$vectors ONEDNN_MAX_CPU_ISA=$$isa, threads of BLAS: $$threads"; \
+	ATEN_CPU_CAPABILITY=$$vectors ONEDNN_MAX_CPU_ISA=$$isa OMP_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads \
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS) -m "not full" tests/gate tests/parallel tests/unit/losses tests/unit/ops; done
 
 test-parts: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m tests.running $(call streams,parts)

@@ -1,7 +1,7 @@
 """The core of the tests, which `make test` runs. Every other test is marked `full`, and CI runs a rotating part of them.
 
-The core is what the museum of bugs names (tests/mutants), the gate, some whole runs, and every quick test of a file that has one
-of these or the contract of a part of the package or of the launcher.
+The core is what the museum of bugs names (tests/mutants), the gate, some whole runs, and every quick test of a file that has
+one of these or the contract of a part of the package or of the launcher.
 """
 
 from __future__ import annotations

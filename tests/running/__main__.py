@@ -4,6 +4,7 @@
 
 A test of a server or a whole run that fails is run once more, alone, when its stream has ended. If it passes then, it is flaky:
 both outputs are kept in build/flaky, and more than two flaky tests fail the run. build/streams keeps the output of each stream.
+`--record FILE` appends the counts and the machine to a file, a JSON object a line.
 Exit status 0 where every test passed, was skipped, or was one of at most two that are flaky.
 """
 
@@ -26,10 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import commit
+from tepo_megatron.utils.memory_kills import usable_cores
 from tepo_megatron.utils.processes import die_with_parent, process_tree
 from tests.running.guard import stacks
 from tests.running.limits import LIMITS
 
+OUTCOMES = ("passed", "failed", "skipped", "flaky")
 MOST_FLAKY = 2  # in a run that passes
 REPEATED = "server or e2e"  # pytest's -m of the tests that are run once more
 _SILENT_SECONDS = 2.0 * max(LIMITS.values())  # without a result: every test has ended long before
@@ -174,8 +178,8 @@ class Stream:
 class Runner:
     """Runs the streams, and ends every process below this one when it ends itself."""
 
-    def __init__(self, streams: Sequence[Stream], then: Sequence[Stream], seconds: float) -> None:
-        self._streams, self._then, self._seconds = list(streams), list(then), seconds
+    def __init__(self, streams: Sequence[Stream], then: Sequence[Stream], seconds: float, record: Path | None) -> None:
+        self._streams, self._then, self._seconds, self._record = list(streams), list(then), seconds, record
         self._started = self._printed = time.monotonic()
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:  # no orphan leaves the tree
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -217,7 +221,14 @@ class Runner:
         counts = Counter(outcome for stream in streams for outcome in stream.outcomes.values())
         if counts["flaky"] > MOST_FLAKY:
             print(f"more than {MOST_FLAKY} tests are flaky, so the run has failed")
-        print(", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped", "flaky")))
+        print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
+        if self._record is not None:
+            flaky = sorted(test for stream in streams for test in stream.flaky)
+            row: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit()}
+            row |= {"seconds": round(time.monotonic() - self._started)}
+            row |= {outcome: counts[outcome] for outcome in OUTCOMES} | {"names": flaky, "cores": usable_cores()}
+            with self._record.open("a") as file:
+                file.write(json.dumps(row | {"load": round(os.getloadavg()[2], 1)}) + "\n")
         return int(counts["failed"] > 0 or counts["flaky"] > MOST_FLAKY)
 
 
@@ -254,12 +265,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option, text in (("--stream", "run at once with the others"), ("--then", "run after them")):
         parser.add_argument(option, nargs=2, action="append", default=[], metavar=("NAME", "ARGS"), help=text)
     parser.add_argument("--build", type=Path, default=Path("build"), help="folder for the outputs (default: %(default)s)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append the counts and the machine to this file")
     parser.add_argument("--progress", type=float, default=15.0, help="seconds between two lines (default: %(default)s)")
     args = parser.parse_args(argv)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     streams, then = ([Stream(name, words, args.build) for name, words in pairs] for pairs in (args.stream, args.then))
-    return Runner(streams, then, args.progress).run()
+    return Runner(streams, then, args.progress, args.record).run()
 
 
 if __name__ == "__main__":
