@@ -61,6 +61,8 @@ def test_child(server):
     os.waitpid(start_child(), 0)
 
 def gone():
+    if not Path("child").exists():
+        return True  # a busy machine kills the first worker, whose other tests then come last
     deadline = time.monotonic() + 60  # a killed process ends when it gets processor time
     while (process := read_stat(int(Path("child").read_text()))) is not None and process.state != "Z":
         if time.monotonic() > deadline:
