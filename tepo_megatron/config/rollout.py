@@ -25,7 +25,7 @@ class LimitsConfig:
     # Maximum number of tool calls: calls of `append`, or tool calls that the model wrote through the gateway.
     tool_calls: Positive = 256
     # Seconds after which the sample is cut, so that it does not hold up its step.
-    seconds: PositiveFloat = 1800.0
+    seconds: PositiveFloat = 7200.0
 
 
 @config

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config, without_nulls
 
 TOKENS_PER_LIMIT = 1e6  # tokens that a server samples within request_seconds at least
+_LONGEST = 2**17  # tokens of a long response
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
 
 
@@ -29,7 +30,7 @@ class AnyServerConfig:
     # run looks for it. The default is for 14B weights from a cold disk, compilation and the capture of CUDA graphs. A server
     # that the run starts is given up after a sixth of them (at least 300 s) in which its log does not grow and its processes
     # neither read from a disk nor use a hundredth of a core; one whose process ends, at once.
-    ready_seconds: PositiveFloat = 1800.0
+    ready_seconds: PositiveFloat = 3600.0
     # Seconds until a server must have answered one request. A request that takes longer is sent again. A generation request
     # gets this many seconds per million tokens, if rollout.server.concurrency requests like it ask for more than a million.
     request_seconds: PositiveFloat = 1800.0
@@ -48,6 +49,11 @@ class AnyServerConfig:
     def generation_limit(self, tokens: int) -> float:
         """Return the seconds until a generation request must be answered, while the server is full of requests like it."""
         return self.request_seconds * max(1.0, self.concurrency * tokens / TOKENS_PER_LIMIT)
+
+    @property
+    def change_seconds(self) -> float:
+        """Return the seconds in which a start or the longest request ends, so that the state of some server changes."""
+        return self.ready_seconds + self.generation_limit(_LONGEST)
 
     @property
     def remote(self) -> bool:
