@@ -46,7 +46,7 @@ class NodeCheckConfig:
     spare_nodes: NonNegative = 0
     min_gb_per_second: Annotated[float, Field(ge=0)] = 0.0
     max_clock_seconds: Annotated[float, Field(gt=0)] = 5.0
-    timeout_seconds: Annotated[int, Field(ge=10)] = 300
+    timeout_seconds: Annotated[int, Field(ge=10)] = 1800
 
     def __post_init__(self) -> None:
         if self.min_gb_per_second and "all_reduce" in self.skip:
