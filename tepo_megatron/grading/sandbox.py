@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
+from tepo_megatron.utils.processes import reap
+
 PROGRAM = "/program.py"  # where the program is in its sandbox
 _INFO = "--info-fd"
 _ALIVE, _OTHERS = 9, 20  # file descriptors in the sandbox: a pipe that we read while we live, and the least of all others
@@ -29,6 +31,7 @@ _ALIVE, _OTHERS = 9, 20  # file descriptors in the sandbox: a pipe that we read 
 _BEGIN = f'echo >&{_ALIVE} && exec {_ALIVE}>&- && exec "$@"'
 _CHUNK_BYTES = 65536
 _END_SECONDS = 10.0
+_CHECK_SECONDS = 1200.0
 _FILES = 64  # open files of each process
 _OWN = 2  # processes of bubblewrap
 _LOOK_SHARE = 10  # times as long as a look takes is the pause before the next, at least
@@ -207,7 +210,7 @@ def _end(process: "subprocess.Popen[bytes]", info: int) -> None:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # the sandbox ends with it, too
-        process.wait()
+        reap(process)
 
 
 def _wait(
@@ -244,7 +247,8 @@ def _wait(
                         process.stdin.close()
                 elif not _read(selector, key.fileobj, parts, limits.output_bytes):
                     why = "output"
-    status = process.wait() if why == "exited" else -signal.SIGKILL
+    ended = reap(process) if why == "exited" else None
+    status = -signal.SIGKILL if ended is None else ended
     out, err = (
         bytes(parts[pipe][: limits.output_bytes]) if pipe is not None else b"" for pipe in (process.stdout, process.stderr)
     )
@@ -292,7 +296,7 @@ def _written(pipe: IO[bytes], unsent: memoryview) -> memoryview:
 
 def check() -> None:
     """Raise OSError if this machine cannot run a program in a sandbox."""
-    limits = Limits(cpu_seconds=10, wall_seconds=60)
+    limits = Limits(cpu_seconds=60, wall_seconds=_CHECK_SECONDS)
     finished = run(["-c", "print('sandbox')"], {}, b"", limits)
     if finished.stdout != b"sandbox\n":
         said = " ".join(finished.stderr.decode(errors="replace").split())[-500:]

@@ -146,7 +146,7 @@ def serve_metrics(run_dir: Path, host: str, port: int, collect: Callable[[], str
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(SILENT_SECONDS)
         (run_dir / TARGETS_FILE).unlink(missing_ok=True)
 
 

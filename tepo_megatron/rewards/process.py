@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.utils.processes import has_ended
+from tepo_megatron.limits import START_SECONDS
+from tepo_megatron.utils.processes import has_ended, reap
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
-START_SECONDS = 120.0  # a start takes under a second on an idle machine, but the machine may be loading a model
 _END_SECONDS = 0.2  # a process closes its pipes at most this long before it has ended
 _STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 65536
@@ -174,7 +174,7 @@ class GradingWorker:
         """Kill the process group, which includes processes that a user's function started, and close the pipes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        reap(self._process)
         for file in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(BrokenPipeError):  # a request that the process never read
                 file.close()

@@ -230,7 +230,7 @@ class _Thread:
         # Tasks that ignore their cancellation stay in the thread for good. Python would run on in them if they were collected.
         while asyncio.all_tasks(self._loop):
             with suppress(_Interrupted):
-                self._loop.run_until_complete(cancel_others())
+                self._loop.run_until_complete(cancel_others(seconds=CLOSE_SECONDS))
         self._loop.close()
 
 

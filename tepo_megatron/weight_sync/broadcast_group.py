@@ -78,7 +78,7 @@ class BroadcastGroup:
     def __init__(self, seconds: float, device: torch.device) -> None:
         self._seconds, self._device = seconds, device
         self._group: Any = None
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._failed, self._until = "", 0.0
         self._given_up = threading.Event()
 
@@ -121,7 +121,9 @@ class BroadcastGroup:
             torch.cuda.set_device(self._device)  # the current device is set per thread
         try:
             group = form_group(spec, sender, rank, self._device)
-            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(spec.join_seconds))
+            work: dist.Work = group.broadcast(
+                [torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(spec.join_seconds)
+            )
             while not work.is_completed() and not self._given_up.is_set():
                 time.sleep(POLL_SECONDS)
             if not self._given_up.is_set():
@@ -142,7 +144,8 @@ class BroadcastGroup:
 
     def wait(self) -> None:
         """Poll until the started broadcast is over: NCCL's own wait returns too early, or never. Raises BrokenGroup."""
-        work, self._work = self._work, None
+        work: dist.Work | None = self._work
+        self._work = None
         if self._failed:
             raise BrokenGroup(self._failed)
         try:
@@ -159,7 +162,7 @@ class BroadcastGroup:
         """Leave the group; members that wait for this one fail at once."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
-        self._group = self._work = None
+        self._group, self._work = None, None
 
 
 def join_store(spec: GroupSpec) -> FolderStore | dist.TCPStore:

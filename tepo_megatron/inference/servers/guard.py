@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from tepo_megatron.utils import scratch
-from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat
+from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat, reap
 from tepo_megatron.weight_sync.receiver.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -113,13 +113,13 @@ def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Shared
             server.wait(grace_seconds)
     deadline = time.monotonic() + KILLED_SECONDS
     kill_process_tree(os.getpid(), KILLED_SECONDS)
-    code = server.wait()
+    code = reap(server)
     with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.02)
     segments.remove()
-    return code if code >= 0 else 128 - code
+    return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

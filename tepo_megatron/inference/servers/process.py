@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import guard
 from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import has_ended, kill_process_tree
+from tepo_megatron.utils.processes import has_ended, kill_process_tree, wait_for_end
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
@@ -119,7 +118,7 @@ class ServerProcess:
 
     def _watch(self, guard_ended: int) -> None:
         try:
-            select.select([guard_ended], [], [])
+            wait_for_end(guard_ended)
         finally:
             os.close(guard_ended)
         self._has_ended()
@@ -146,7 +145,7 @@ class ServerProcess:
             while self._guard.returncode is None:
                 if has_ended(self._guard.pid):
                     kill_process_tree(self._guard.pid, guard.KILLED_SECONDS)
-                    self._guard.wait()
+                    self._guard.poll()
                 elif time.monotonic() >= deadline:
                     return False
                 else:
