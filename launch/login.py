@@ -26,8 +26,9 @@ from tepo_megatron.utils.escaping import escaped
 _PYTHON, _HOME = ".venv-launch/bin/python", ".launch"  # in the folder on the login node
 _ASKING = ("status", "logs", "cancel", "attach", "save")
 _STRICT = ("-o", "StrictHostKeyChecking=yes")
+# Limit since `git push` or `git show`: a clone on a cold file system takes minutes; then `did not end within`
 _PUSH_SECONDS = 600
-_LOCK_SECONDS = 60
+_LOCK_SECONDS = 60  # limit since another call on the login node: it only checks out a commit; then the call fails and says so
 _UNUSED_DAYS = 30
 # Each commit has a checkout of its own, which no later call changes, because Python imports from it until the call has ended.
 # The lock is held only until the checkout and the files are complete. A folder counts as a checkout only if git finds this

@@ -28,7 +28,10 @@ import node_facts
 from node_facts import free_port
 
 _LOOK_SECONDS = 0.1
+# Limit since a machine greets the head: a packet takes milliseconds; then the next address is tried; key
+# node_check.timeout_seconds
 _CONNECT_SECONDS = 5.0
+# Limit since SIGKILL to an all-reduce: the driver frees GPUs in seconds; then the check goes on without its output
 _KILLED_SECONDS = 10.0
 
 

@@ -35,10 +35,14 @@ works = torch.cuda.is_available()
 cudnn = torch.backends.cudnn.version() if works else None
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": cudnn, "works": works}))
 """
+# Limit since a call of nvidia-smi: eight GPUs without persistence mode take half a minute; then the machine is left out
 _SMI_SECONDS = 120
+# Limit since an import of PyTorch: it takes 10 minutes over a cold file system; then the machine is left out; key
+# node_check.timeout_seconds; a start
 _IMPORT_SECONDS = 1200
+# Limit since the last greeting: longer than any check; then the listener ends; key node_check.timeout_seconds
 _LISTEN_SECONDS = 7200
-_GREETING_SECONDS = 2
+_GREETING_SECONDS = 2  # limit since a connection: a greeting is one packet; then the connection is closed
 _ROUNDS, _GPU_NUMEL, _CPU_NUMEL = 5, 64 * 2**20, 2**20  # all-reduces after the first, and their fp32 elements
 
 

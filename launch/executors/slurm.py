@@ -24,8 +24,9 @@ from tepo_megatron.utils.save_requests import STOP, STOPPED
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
-_ANSWER_SECONDS = 120
-_START_SECONDS = 15  # until the tasks have started, after a warning that came before them
+_ANSWER_SECONDS = 120  # limit since a call of Slurm: a busy controller answers within a minute; then `did not answer within`
+# Limit since a warning that came before the tasks: srun starts them in seconds; then the warning is sent again
+_START_SECONDS = 15
 _ENDED = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
     "REVOKED",

@@ -24,8 +24,10 @@ from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
-TIMEOUT_SECONDS = 3600.0  # a checkpoint that takes longer to write, on any rank, has failed
-_ERROR_WAIT_SECONDS = 600.0  # how long an error that ends the run waits for the save in flight
+# Limit since a save began: 14B with Adam are 200 GB, at 60 MB/s over all ranks; then CheckpointError `still writing after`
+TIMEOUT_SECONDS = 3600.0
+# Limit since an error that ends the run: the save in flight, of some minutes, is to become complete; then it is lost
+_ERROR_WAIT_SECONDS = 600.0
 
 
 class Checkpoints:

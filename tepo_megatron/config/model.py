@@ -51,10 +51,16 @@ class ParallelConfig:
     sequence_parallel: bool = False  # Divide norms and residuals over tp, too, along the sequence.
     # Seconds in which the ranks must have joined, and the rollout service must have started. Collectives of the start may wait
     # as long for the rank that loads its weights last.
+    # Limit since the start of ranks and service: imports take 10 minutes on a cold file system, 14B weights 10 more; then `has
+    # not started`, or torch's time-out of a group; a start
     start_seconds: PositiveFloat = START_SECONDS
     # Seconds that a collective of training may wait. A rank that is in one place for 0.9 of them ends the run, with its name.
+    # Limit since a rank last moved in training: a microbatch of 32k tokens takes a minute, the first one compiles; then `has
+    # been in one place for`
     timeout_seconds: PositiveFloat = 1800.0
     # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
+    # Limit since the last heartbeat of a rank, or answer of the service: a library of 1 GB from a cold file system holds the
+    # interpreter for a minute; then `has not been heard of for` or `gave no answer`
     heartbeat_timeout: PositiveFloat = 300.0
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
-CLOSE_SECONDS = 300.0  # for the service to end its servers and itself
+CLOSE_SECONDS = 300.0  # limit since the last call: ending servers takes seconds, closing Weights & Biases minutes; then SIGKILL
 
 
 class Process(Protocol):

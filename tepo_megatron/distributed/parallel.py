@@ -28,7 +28,9 @@ from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.scratch import WORLD_FOLDER, check_private
 from tepo_megatron.utils.supervisor import restart_count
 
-_HOST_LIMIT = datetime.timedelta(days=30)
+# Limit since a rank waits for rank 0, as while it samples: heartbeats end a wait for a dead or frozen rank, requests have
+# limits; then gloo fails; key parallel.heartbeat_timeout
+HOST_LIMIT = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
             distributed_timeout_minutes=math.ceil(cfg.group_seconds / 60),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        host = dist.new_group(backend=platform.host_backend, timeout=_HOST_LIMIT, group_desc="HOST_GROUP")
+        host = dist.new_group(backend=platform.host_backend, timeout=HOST_LIMIT, group_desc="HOST_GROUP")
     return _mesh(device, host, datetime.timedelta(seconds=cfg.group_seconds))
 
 

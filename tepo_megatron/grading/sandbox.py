@@ -30,7 +30,9 @@ _ALIVE, _OTHERS = 9, 20  # file descriptors in the sandbox: a pipe that we read 
 # bubblewrap binds its processes to ours step by step while it starts. If we ended meanwhile, this write and the start fail.
 _BEGIN = f'echo >&{_ALIVE} && exec {_ALIVE}>&- && exec "$@"'
 _CHUNK_BYTES = 65536
+# Limit since the end of a program: the kernel ends a sandbox of at most some GiB in milliseconds; then SIGKILL
 _END_SECONDS = 10.0
+# Limit since the first start of a sandbox: the interpreter may lie on a cold file system; then the run is refused; a start
 _CHECK_SECONDS = 1200.0
 _FILES = 64  # open files of each process
 _OWN = 2  # processes of bubblewrap
@@ -296,7 +298,7 @@ def _written(pipe: IO[bytes], unsent: memoryview) -> memoryview:
 
 def check() -> None:
     """Raise OSError if this machine cannot run a program in a sandbox."""
-    limits = Limits(cpu_seconds=60, wall_seconds=_CHECK_SECONDS)
+    limits = Limits(cpu_seconds=_CHECK_SECONDS, wall_seconds=_CHECK_SECONDS)
     finished = run(["-c", "print('sandbox')"], {}, b"", limits)
     if finished.stdout != b"sandbox\n":
         said = " ".join(finished.stderr.decode(errors="replace").split())[-500:]

@@ -12,7 +12,7 @@ from typing import IO
 
 from tepo_megatron.utils.processes import die_with_parent, reap
 
-END_SECONDS = 5.0  # for the page to end
+END_SECONDS = 5.0  # limit since SIGTERM to `tepo watch`: it holds nothing; then SIGKILL
 
 
 @contextlib.contextmanager

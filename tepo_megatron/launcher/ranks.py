@@ -22,7 +22,7 @@ from tepo_megatron.utils.processes import LIFELINE, handlers_restored, reap
 from tepo_megatron.utils.supervisor import AGENT_FILE, read_verdict
 
 _POLL_SECONDS = 0.1
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+GRACE_SECONDS = 10.0  # limit since SIGTERM to the ranks: they end at once, files are written atomically; then SIGKILL
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)  # the first SIGTERM, and every SIGUSR1
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)

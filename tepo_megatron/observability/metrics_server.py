@@ -31,7 +31,7 @@ from tepo_megatron.utils.storage import writing
 KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
 ROUTE = "/metrics"
 MOST_CONNECTIONS = 8  # at once; further ones are closed
-SILENT_SECONDS = 10.0  # after which a connection without a complete request is closed
+SILENT_SECONDS = 10.0  # limit since the connection of a client: a request is one line; then the connection is closed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tepo_"  # of all names of ours; servers may not use it
 STEP_PREFIX = "tepo_step_"

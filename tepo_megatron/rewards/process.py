@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.limits import START_SECONDS
 from tepo_megatron.utils.processes import has_ended, reap
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
-_END_SECONDS = 0.2  # a process closes its pipes at most this long before it has ended
+# Limit since a grading worker was started: imports take 10 minutes on a cold file system; then `was not ready after`; a start
+START_SECONDS = 3600.0
+_END_SECONDS = 0.2  # limit since a worker's pipes closed: exiting takes milliseconds; then the message says less
 _STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 65536
 REPLY_BYTES = 65536  # more than any valid reply without a decoded text has

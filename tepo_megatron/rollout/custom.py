@@ -29,7 +29,10 @@ from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
 
-_HANG_UP_SECONDS, _HANG_UP_POLLS = 1.0, 100  # until the gateway has noticed that a client gave up its request
+# Limit since a function returned: a busy gateway notices after seconds that a client gave up its request; then `it returned too
+# early`
+_HANG_UP_SECONDS = 5.0
+_HANG_UP_POLLS = 500
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from concurrent.futures import wait as futures_wait
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
+# Limit since the last turn of an event loop: opening thousands of connections blocks it for seconds; then LoopBlocked, which
+# names the coroutine
 BLOCKED_SECONDS = 300.0
-CANCEL_SECONDS = 60.0
-LATE_SECONDS = 1.0  # a timer that is later than this was held up by a stopped process or a blocked event loop
+CANCEL_SECONDS = 60.0  # limit since the cancellation of coroutines: each has only to return; then they are left behind
+LATE_SECONDS = 1.0  # not a limit: a timer that is later was held up by a stopped process or a blocked event loop
 
 
 @contextlib.asynccontextmanager

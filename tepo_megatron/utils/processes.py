@@ -21,7 +21,7 @@ LIFELINE = "TEPO_LIFELINE_FD"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 _POLL_SECONDS = 0.02
-KILLED_SECONDS = 60.0
+KILLED_SECONDS = 60.0  # limit since SIGKILL: the kernel frees a process's memory in seconds; then a warning names the process
 
 
 @dataclass(frozen=True)

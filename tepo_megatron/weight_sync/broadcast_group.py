@@ -22,6 +22,9 @@ from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStor
 
 SENDER = 0  # rank of the sender in its group; the servers' ranks follow
 POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
+# Limit since a broadcast began: NCCL's watchdog would end the process, `wait` and `close` act before; then NCCL ends it; key
+# sync.transport.timeout_seconds
+_NCCL_LIMIT = datetime.timedelta(days=1)
 
 
 class BrokenGroup(Exception):
@@ -203,7 +206,7 @@ def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) ->
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = datetime.timedelta(days=1)  # NCCL's watchdog would end the process; `wait` and `close` act before
+        nccl._timeout = _NCCL_LIMIT
         return ProcessGroupNCCL(store, rank, spec.ranks, nccl)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 

@@ -31,11 +31,12 @@ from tepo_megatron.weight_sync.receiver.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
 OWNER_CHECK_SECONDS = 0.5
-KILLED_SECONDS = 5.0  # for the kernel to remove processes that got SIGKILL
+# Limit since SIGKILL to a server's processes: hundreds of GiB take many seconds to free; then they are left to the kernel
+KILLED_SECONDS = 30.0
 # A check for shared memory takes some milliseconds. It is made while the list of all segments of the machine changes, for so
 # long afterwards (a process maps a segment, and gives it its final name, after it has created it), and else seldom.
-SETTLE_SECONDS = 3.0
-CHECK_SECONDS = 30.0
+SETTLE_SECONDS = 3.0  # not a limit
+CHECK_SECONDS = 30.0  # not a limit
 
 AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, skip the grace period. Not SIGHUP, which `nohup` ignores
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}

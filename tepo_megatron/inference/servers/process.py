@@ -23,13 +23,15 @@ from tepo_megatron.utils.processes import has_ended, kill_process_tree, wait_for
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
+# Limit since one health request in a start: it is repeated; then it is asked again; key rollout.server.ready_seconds
 HEALTH_SECONDS = 5.0
 _ENDED_POLL_SECONDS = 0.02
-# A start is given up after this time without progress, or a sixth of its time limit where that is longer.
+# Limit since the last progress of a start (log, disk, CPU time): a sixth of ready_seconds where that is longer; then `is stuck
+# in its start`; key rollout.server.ready_seconds
 STUCK_SECONDS = 300.0
 LOOK_SECONDS = 10.0  # between looks at the progress of a start
 WORKING = 0.01  # part of a core that a starting server uses at least; polling for something takes less
-# vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
+# Limit since SIGTERM to a server: vLLM ends all its processes in 2 s, also while it loads a model; then SIGKILL
 GRACE_SECONDS = 10.0
 # An error message shows the last LOG_LINES lines of the log, and up to LOG_CAUSES distinct errors from above them.
 LOG_LINES = 20

@@ -13,7 +13,7 @@ from tepo_megatron.audit.command import parse_token
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.processes import KILLED_SECONDS, die_with_parent
 
-SECONDS = 1800.0  # limit of one audit
+SECONDS = 1800.0  # limit since a click: an audit imports PyTorch, 10 minutes on a cold file system; then the page says so
 MOST_BYTES = 256 << 10  # of what it prints
 
 
