@@ -65,7 +65,10 @@ def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
             print(scripts.joined(words))
             return 0
         try:
-            done = subprocess.run(words, env=os.environ | cluster.environment | cluster.network.variables, check=False)
+            env, seconds = os.environ | cluster.environment | cluster.network.variables, cluster.node_check.timeout_seconds
+            done = subprocess.run(words, env=env, timeout=2 * seconds, check=False)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"the check did not end within {2 * seconds} s; raise node_check.timeout_seconds") from None
         except OSError as e:
             raise ConfigError(f"python={cluster.python}: {e.strerror}; name the training environment's interpreter") from None
         return done.returncode

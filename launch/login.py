@@ -26,7 +26,10 @@ from tepo_megatron.utils.escaping import escaped
 _PYTHON, _HOME = ".venv-launch/bin/python", ".launch"  # in the folder on the login node
 _ASKING = ("status", "logs", "cancel", "attach", "save")
 _STRICT = ("-o", "StrictHostKeyChecking=yes")
-_PUSH_SECONDS, _LOCK_SECONDS, _UNUSED_DAYS = 600, 60, 30
+# Limit since `git push` or `git show`: a clone on a cold file system takes minutes; then `did not end within`
+_PUSH_SECONDS = 600
+_LOCK_SECONDS = 60  # limit since another call on the login node: it only checks out a commit; then the call fails and says so
+_UNUSED_DAYS = 30
 # Each commit has a checkout of its own, which no later call changes, because Python imports from it until the call has ended.
 # The lock is held only until the checkout and the files are complete. A folder counts as a checkout only if git finds this
 # folder and the clone's repository from it: without its .git file, git would find the clone itself and change its files.
@@ -151,7 +154,8 @@ def _in_commit(path: Path, commit: str) -> Path | None:
     if not file.is_relative_to(SOURCE):
         return None
     inside = file.relative_to(SOURCE)
-    shown = subprocess.run(["git", "-C", str(SOURCE), "show", f"{commit}:{inside}"], capture_output=True, check=False)
+    words = ["git", "-C", str(SOURCE), "show", f"{commit}:{inside}"]
+    shown = subprocess.run(words, capture_output=True, timeout=_PUSH_SECONDS, check=False)
     return inside if shown.returncode == 0 and shown.stdout == file.read_bytes() else None
 
 

@@ -27,7 +27,12 @@ sys.path.sort(key=lambda path: path == str(Path(__file__).absolute().parent))
 import node_facts
 from node_facts import free_port
 
-_LOOK_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
+_LOOK_SECONDS = 0.1
+# Limit since a machine greets the head: a packet takes milliseconds; then the next address is tried; key
+# node_check.timeout_seconds
+_CONNECT_SECONDS = 5.0
+# Limit since SIGKILL to an all-reduce: the driver frees GPUs in seconds; then the check goes on without its output
+_KILLED_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,10 @@ def _choose_head(check: NodeCheck) -> None:
     patience = check.timeout / 2  # the other half is for the machines that came
     facts = check.read(check.names, "facts", patience)
     faults = {
-        name: [f"does not see {check.folder}, or did not start the check within {patience:.0f} s; look above for its error"]
+        name: [
+            f"does not see {check.folder}, or did not start the check within {patience:.0f} s (half of "
+            "node_check.timeout_seconds); look above for its error"
+        ]
         for name in check.names
         if name not in facts
     } | {name: fact["faults"] for name, fact in facts.items() if fact["faults"]}
@@ -214,8 +222,9 @@ def _all_reduce(check: NodeCheck, verdict: dict[str, Any]) -> dict[str, Any]:
             out, said = child.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
-            child.communicate()
-            error = error or f"the all-reduce did not end within {seconds:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver keeps it
+                child.communicate(timeout=_KILLED_SECONDS)
+            error = error or f"the all-reduce did not end within {seconds:.0f} s; raise node_check.timeout_seconds"
             continue
         if child.returncode == 0:
             speeds.append(float(out.split()[-1]))
@@ -284,7 +293,7 @@ def parse(words: list[str]) -> NodeCheck:
     parser.add_argument("--skip", default="")
     parser.add_argument("--least", type=float, default=0.0)
     parser.add_argument("--clock", type=float, default=5.0)
-    parser.add_argument("--timeout", type=int, default=300)
+    parser.add_argument("--timeout", type=int, required=True)
     args = parser.parse_args(words)
     tree = vars(args) | {key: [word for word in getattr(args, key).split(",") if word] for key in ("interfaces", "skip")}
     return NodeCheck(**tree, deadline=time.monotonic() + args.timeout)

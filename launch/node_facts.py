@@ -35,6 +35,14 @@ works = torch.cuda.is_available()
 cudnn = torch.backends.cudnn.version() if works else None
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": cudnn, "works": works}))
 """
+# Limit since a call of nvidia-smi: eight GPUs without persistence mode take half a minute; then the machine is left out
+_SMI_SECONDS = 120
+# Limit since an import of PyTorch: it takes 10 minutes over a cold file system; then the machine is left out; key
+# node_check.timeout_seconds; a start
+_IMPORT_SECONDS = 1200
+# Limit since the last greeting: longer than any check; then the listener ends; key node_check.timeout_seconds
+_LISTEN_SECONDS = 7200
+_GREETING_SECONDS = 2  # limit since a connection: a greeting is one packet; then the connection is closed
 _ROUNDS, _GPU_NUMEL, _CPU_NUMEL = 5, 64 * 2**20, 2**20  # all-reduces after the first, and their fp32 elements
 
 
@@ -139,6 +147,7 @@ class Listener:
             self.port = port or free_port()
             self._socket.bind(("", self.port))
             self._socket.listen(512)
+            self._socket.settimeout(_LISTEN_SECONDS)
             threading.Thread(target=self._serve, daemon=True).start()
         except OSError as e:
             self.fault = (
@@ -158,7 +167,7 @@ class Listener:
             while True:
                 connection, _ = self._socket.accept()
                 with connection, contextlib.suppress(OSError):
-                    connection.settimeout(2)
+                    connection.settimeout(_GREETING_SECONDS)
                     if connection.recv(64) == self._token:
                         connection.sendall(repr(time.time()).encode())
                         connection.recv(1)  # the other side closes first, and this port is not left in TIME_WAIT
@@ -196,9 +205,9 @@ def _nvidia_smi() -> tuple[int, str | None, str | None]:
         return 0, None, "has no nvidia-smi, and the job needs GPUs; use a GPU partition, or a container runtime with GPUs"
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return 0, None, "nvidia-smi does not answer within 60 s; reboot the machine"
+        return 0, None, f"nvidia-smi does not answer within {_SMI_SECONDS} s; reboot the machine"
     lines = done.stdout.split()
     if done.returncode or not lines:
         return 0, None, f"nvidia-smi fails: {(done.stdout + done.stderr).strip().splitlines()[-1:]}; run it there, and drain it"
@@ -207,7 +216,12 @@ def _nvidia_smi() -> tuple[int, str | None, str | None]:
 
 def _versions() -> tuple[dict[str, Any], str | None]:
     """Return the versions of PyTorch, CUDA and cuDNN, and why PyTorch cannot be imported."""
-    done = subprocess.run([sys.executable, "-c", _VERSIONS], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _VERSIONS], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"{sys.executable} did not import PyTorch within {_IMPORT_SECONDS} s; look at the file system that it is on"
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1]), None
     why = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -225,7 +239,7 @@ def all_reduce(address: str, port: int, rank: int, world: int, gpus: int) -> flo
     if gpus:
         torch.cuda.set_device(device)
     where = f"tcp://{address}:{port}"
-    dist.init_process_group("nccl" if gpus else "gloo", where, timedelta(seconds=120), world, rank)
+    dist.init_process_group("nccl" if gpus else "gloo", where, timedelta(seconds=_IMPORT_SECONDS), world, rank)
     numel, best = _GPU_NUMEL if gpus else _CPU_NUMEL, float("inf")
     x = torch.ones(numel, device=device)
     for _ in range(_ROUNDS + 1):

@@ -11,7 +11,9 @@ from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, config
 
-_MARGIN_SECONDS = 60  # part of the warning time in which Slurm ends the job before its limit
+# Limit since the run has ended before its time limit: requeueing takes seconds; then Slurm ends the job; key
+# slurm.warning_seconds
+_MARGIN_SECONDS = 60
 # NeMo-Run replaces this text everywhere in the scripts that it writes.
 _RESERVED = "/nemo_run"
 # sbatch options that other keys set. If one is given twice, the last silently wins.
@@ -45,8 +47,10 @@ class NodeCheckConfig:
     skip: list[Literal["gpus", "driver", "cudnn", "clock", "all_reduce"]] = Field(default_factory=list)
     spare_nodes: NonNegative = 0
     min_gb_per_second: Annotated[float, Field(ge=0)] = 0.0
-    max_clock_seconds: Annotated[float, Field(gt=0)] = 5.0
-    timeout_seconds: Annotated[int, Field(ge=10)] = 300
+    max_clock_seconds: Annotated[float, Field(gt=0)] = 5.0  # not a limit
+    # Limit since the first step of a job: an image takes 10 minutes to unpack, PyTorch 10 to import from a cold disk; then the
+    # machines that are missing are left out; a start
+    timeout_seconds: Annotated[int, Field(ge=10)] = 1800
 
     def __post_init__(self) -> None:
         if self.min_gb_per_second and "all_reduce" in self.skip:
@@ -84,6 +88,8 @@ class SlurmConfig:
     reservation: str | None = None
     srun_args: list[str] = Field(default_factory=list)
     setup: list[str] = Field(default_factory=list)
+    # Limit since the warning before the time limit: a step and a checkpoint, which the launch compares with `tepo plan`; then
+    # the job ends without that step
     warning_seconds: Annotated[int, Field(ge=30, le=7200)] = 900
     restarts: NonNegative = 20
     error_restarts: NonNegative = 1

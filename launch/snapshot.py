@@ -19,7 +19,7 @@ from tepo_megatron.utils.scratch import PrivateFolder
 SOURCE = Path(__file__).resolve().parents[1]  # the checkout of this program
 # Folders whose files all belong to the code. Elsewhere only files that Python imports do.
 _CODE = ("tepo_megatron/", "launch/", "tools/")
-_GIT_SECONDS = 120
+_GIT_SECONDS = 600  # limit since a call of git: a repository on a cold file system takes minutes; then `did not end within`
 _SHOWN = 3  # changed files in a message
 
 

@@ -6,3 +6,4 @@ MOST_MASKED = 64
 MASK_TIES = 8
 # Largest number of ids in a recomputed mask. Each rank offers as many candidates.
 MOST_CANDIDATES = 256
+START_SECONDS = 3600.0  # not a limit itself: the default of parallel.start_seconds

@@ -276,7 +276,8 @@ def comments(cls: type) -> dict[str, str]:
             above.insert(0, lines[at].strip().removeprefix("#").strip())
             at -= 1
         comment = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
-        if words := "; ".join(x for x in (" ".join(above), comment[1] if comment else "") if x):
+        above = re.sub(r"(^| )Limit since .*", "", " ".join(above))  # which tools/limits_reference.py reads
+        if words := "; ".join(x for x in (above, comment[1] if comment else "") if x):
             found[node.target.id] = words
     return found
 

@@ -24,7 +24,9 @@ from tepo_megatron.utils.save_requests import STOP, STOPPED
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
-_START_SECONDS = 15  # until the tasks have started, after a warning that came before them
+_ANSWER_SECONDS = 120  # limit since a call of Slurm: a busy controller answers within a minute; then `did not answer within`
+# Limit since a warning that came before the tasks: srun starts them in seconds; then the warning is sent again
+_START_SECONDS = 15
 _ENDED = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
     "REVOKED",
@@ -165,11 +167,11 @@ def _shown(job: SubmittedJob) -> dict[str, str] | None:
 
 def _call(*words: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS)
     except FileNotFoundError:
         raise ConfigError(f"{words[0]} is not installed here; call this on a machine of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{words[0]} did not answer within 60 s; try again") from None
+        raise ConfigError(f"{words[0]} did not answer within {_ANSWER_SECONDS} s; try again") from None
 
 
 def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:

@@ -15,7 +15,7 @@ from tepo_megatron.config import Config
 
 _REFERENCE = re.compile(r"[a-z0-9]+([._/:-]+[A-Za-z0-9_]+)*(@sha256:[0-9a-f]{64})?")  # of Docker
 _EXAMPLE = "my-account"
-_ANSWER_SECONDS = 5
+_ANSWER_SECONDS = 5  # limit since a call of `sinfo`: the check is optional; then the partition is not checked
 _GPUS = re.compile(r"\bgpu(?::[A-Za-z][\w.-]*)?:(\d+)")
 _STATE_BYTES = 12  # bytes of a parameter in a checkpoint in addition to the weight: fp32 master and both moments
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}

@@ -24,8 +24,10 @@ from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
-TIMEOUT_SECONDS = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
-_ERROR_WAIT_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
+# Limit since a save began: 14B with Adam are 200 GB, at 60 MB/s over all ranks; then CheckpointError `still writing after`
+TIMEOUT_SECONDS = 3600.0
+# Limit since an error that ends the run: the save in flight, of some minutes, is to become complete; then it is lost
+_ERROR_WAIT_SECONDS = 600.0
 
 
 class Checkpoints:
@@ -91,7 +93,11 @@ class Checkpoints:
             lambda: (self._shard_cache.of(actor), rng_state.capture(), self._commit(step, actor, run_state, best))
         )
         copies = self._memory.take(before)
-        (shard_slices, objects), states, commit = asked.result()
+        try:
+            (shard_slices, objects), states, commit = asked.result(self._timeout_seconds)
+        except TimeoutError:
+            limit = f"within {self._timeout_seconds:g} s"
+            raise CheckpointError(f"rank {self._groups.rank}: the saving thread did not describe step {step} {limit}") from None
         if shard_slices is not before:
             copies = self._memory.take(shard_slices)
         if self._cfg.hf:
@@ -154,7 +160,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        """Close. After an error, wait at most a minute for the save in flight, so that the error costs no checkpoint."""
+        """Close. After an error, wait at most ten minutes for the save in flight, so that the error costs no checkpoint."""
         if kind is None:
             self.close()
             return

@@ -64,14 +64,14 @@ class SliceReader:
             if shard_slice.flexible:
                 shard_slice.data.zero_()
         everything = [item for of_box in items for item in of_box]
-        self._reader.read_data(LoadPlan(everything), _Targets(shard_slices)).wait()
+        self._reader.read_data(LoadPlan(everything), _Targets(shard_slices)).value()  # it has read when it returns
 
     def read_bytes(self, name: str) -> bytes:
         """Return the byte string of this name. Raises OSError."""
         index, targets = MetadataIndex(name), _Targets(())
         zero = torch.Size((0,))
         item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
-        self._reader.read_data(LoadPlan([item]), targets).wait()
+        self._reader.read_data(LoadPlan([item]), targets).value()
         return targets.bytes[name]
 
     def _items(self, shard_slice: ShardSlice, place: int) -> list[ReadItem]:

@@ -53,6 +53,7 @@ class JudgeTermConfig:
     # Maximum number of requests at a time.
     concurrency: Positive = 64
     # Seconds after which a request is given up and sent again.
+    # Limit since a request to the judge: as long as the run's own servers have; then it is sent again
     request_seconds: PositiveFloat = 1800.0
     # Factor of the term in the reward.
     weight: Weight = 1.0

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from tepo_megatron.config.fields import Positive, PositiveFloat, config
+from tepo_megatron.limits import START_SECONDS
 
 Precision = Literal["fp32", "bf16", "fp8-current", "fp8-blockwise"]
 
@@ -48,9 +49,19 @@ class ParallelConfig:
     ep: Positive = 1  # Expert-parallel ranks, inside dp x cp: the experts are divided over them.
     dp: Positive = 1  # Data-parallel ranks: each minibatch is divided over them.
     sequence_parallel: bool = False  # Divide norms and residuals over tp, too, along the sequence.
-    timeout_seconds: PositiveFloat = 600.0  # Seconds that a collective of training may wait before it fails.
+    # Seconds in which the ranks must have joined, and the rollout service must have started. Collectives of the start may wait
+    # as long for the rank that loads its weights last.
+    # Limit since the start of ranks and service: imports take 10 minutes on a cold file system, 14B weights 10 more; then `has
+    # not started`, or torch's time-out of a group; a start
+    start_seconds: PositiveFloat = START_SECONDS
+    # Seconds that a collective of training may wait. A rank that is in one place for 0.9 of them ends the run, with its name.
+    # Limit since a rank last moved in training: a microbatch of 32k tokens takes a minute, the first one compiles; then `has
+    # been in one place for`
+    timeout_seconds: PositiveFloat = 1800.0
     # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
-    heartbeat_timeout: PositiveFloat = 60.0
+    # Limit since the last heartbeat of a rank, or answer of the service: a library of 1 GB from a cold file system holds the
+    # interpreter for a minute; then `has not been heard of for` or `gave no answer`
+    heartbeat_timeout: PositiveFloat = 300.0
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:
@@ -59,6 +70,16 @@ class ParallelConfig:
             raise ValueError(f"vpp={self.vpp} needs pp > 1; set vpp to 1 or raise pp")
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}")
+
+    @property
+    def restart_seconds(self) -> float:
+        """Return the seconds in which ranks that another machine restarts are back: they only import their modules again."""
+        return self.start_seconds / 3
+
+    @property
+    def group_seconds(self) -> float:
+        """Return the time limit of collectives. In training, the hang watchdog ends the run after `stuck_seconds` already."""
+        return max(self.start_seconds, self.timeout_seconds)
 
     @property
     def stuck_seconds(self) -> float:

@@ -38,6 +38,8 @@ def default_of(key: str, platform: str, value: T | None) -> T:
     return getattr(PLATFORM_DEFAULTS[key], platform) if value is None else value
 
 
+# Limit since the invitation to a group of sync.transport=group: the first start of NCCL over InfiniBand takes minutes, the
+# ranks are past their start; then the groups are formed again, and after some attempts SyncError
 JOIN_SECONDS = PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes")
 
 

@@ -83,8 +83,10 @@ class CodeTermConfig:
     # all: 1 if all tests are passed, else 0. share: the share of the tests that are passed.
     credit: Literal["all", "share"] = "all"
     # Seconds of processor time for each process of a run: one test of stdin and stdout, or all tests that call functions.
+    # Limit since a program began, in processor time: it is work, which another machine does not lengthen; then `timeout`
     run_seconds: PositiveFloat = 4.0
     # Seconds of wall time for all runs of one response. Tests that have not begun by then are not passed.
+    # Limit since the runs of a response began: some hundred tests of milliseconds; then the other tests are not passed
     response_seconds: PositiveFloat = 60.0
     # MiB of memory of a program.
     memory_mib: Annotated[int, Field(ge=64, strict=True)] = 512
@@ -108,7 +110,8 @@ class HttpTermConfig:
     # http(s)://HOST[:PORT]/PATH of the reward server.
     url: str
     # Seconds until the last byte of the server's answer must have arrived.
-    timeout_seconds: PositiveFloat = 60.0
+    # Limit since a request to a reward server: a 14B model reads 16 responses of 32k tokens in a minute; then the run ends
+    timeout_seconds: PositiveFloat = 600.0
     # Maximum number of requests that the server has at once. A request holds the responses of one group.
     concurrency: Positive = 16
     # Environment variable with the key that is sent as a bearer token. null: no key is sent.
@@ -149,6 +152,8 @@ class RewardConfig:
     workers: Positive = 2
     # Seconds of wall time after which grading of a response is aborted and the worker is replaced. A worker itself gives up
     # after half as many seconds of processor time. Either way the term is 0 and the status of the sample is `timeout`.
+    # Limit since a worker took a response, which is milliseconds of work: an answer that the grader ends by itself is tried
+    # twice; then `timeout`
     timeout_seconds: PositiveFloat = 4.0
     # Number of tokens before rollout.max_response_tokens in which the penalty on long responses grows linearly from 0 to 0.5.
     # 0: no penalty. null: a fifth of rollout.max_response_tokens under objective.overlong_shaping, else 0.

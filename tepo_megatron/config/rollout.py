@@ -25,7 +25,9 @@ class LimitsConfig:
     # Maximum number of tool calls: calls of `append`, or tool calls that the model wrote through the gateway.
     tool_calls: Positive = 256
     # Seconds after which the sample is cut, so that it does not hold up its step.
-    seconds: PositiveFloat = 1800.0
+    # Limit since a sample of `rollout.function` began: 32k tokens take half an hour on a full server, and tools as long; then
+    # it is lost
+    seconds: PositiveFloat = 7200.0
 
 
 @config

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config, without_nulls
 
 TOKENS_PER_LIMIT = 1e6  # tokens that a server samples within request_seconds at least
+_LONGEST = 2**17  # tokens of a long response
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
 
 
@@ -29,14 +30,19 @@ class AnyServerConfig:
     # run looks for it. The default is for 14B weights from a cold disk, compilation and the capture of CUDA graphs. A server
     # that the run starts is given up after a twelfth of them (at least 300 s) in which its log does not grow and its processes
     # neither use a disk nor a hundredth of a core; one whose process ends, at once.
+    # Limit since the start of a server: 10 minutes for imports, 10 for 14B weights, 10 for compilation and CUDA graphs; then
+    # `was not ready after`; a start
     ready_seconds: PositiveFloat = 3600.0
     # Seconds until a server must have answered one request. A request that takes longer is sent again. A generation request
     # gets this many seconds per million tokens, if rollout.server.concurrency requests like it ask for more than a million.
+    # Limit since a request was sent: 64 responses of 32k tokens get twice as long; then it is sent again
     request_seconds: PositiveFloat = 1800.0
     # Seconds that requests may wait for weights that no server has, as after a restart of all. The trainer sends them when it
     # waits for rollouts next, so this has to exceed the time of the longest step; then the run ends.
+    # Limit since requests wait for weights: a step takes half an hour; then `requests have waited`
     weights_seconds: PositiveFloat = 3600.0
     # Seconds without an answer to a health request after which a server counts as hung and is replaced by a new start.
+    # Limit since the last answer to a health request: a server answers while it samples; then it is started again
     heartbeat_timeout: PositiveFloat = 60.0
     # Number of consecutive restarts of a server that served before, until it counts as lost.
     restarts: NonNegative = 3
@@ -48,6 +54,11 @@ class AnyServerConfig:
     def generation_limit(self, tokens: int) -> float:
         """Return the seconds until a generation request must be answered, while the server is full of requests like it."""
         return self.request_seconds * max(1.0, self.concurrency * tokens / TOKENS_PER_LIMIT)
+
+    @property
+    def change_seconds(self) -> float:
+        """Return the seconds in which a start or the longest request ends, so that the state of some server changes."""
+        return self.ready_seconds + self.generation_limit(_LONGEST)
 
     @property
     def remote(self) -> bool:

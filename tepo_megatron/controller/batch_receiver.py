@@ -57,7 +57,7 @@ class BatchReceiver:
         for rank, (its, _) in enumerate(ranks):
             machines.setdefault(its, []).append(rank)
         leaders = [ranks[0] for ranks in machines.values()]
-        group = dist.new_group(leaders, backend=dist.get_backend(groups.host)) if len(leaders) > 1 else None
+        group = dist.new_group(leaders, groups.limit, dist.get_backend(groups.host)) if len(leaders) > 1 else None
         return cls(groups, list(machines.values()), [dp for _, dp in ranks], group if groups.rank in leaders else None)
 
     def receive(self, header: BatchHeader) -> list[Rollout]:

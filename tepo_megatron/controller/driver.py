@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import Config
 from tepo_megatron.controller.messages import KeptRollouts, Waited
-from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
+from tepo_megatron.controller.service_client import PendingAnswer, ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.observability.timing import Clock
 
@@ -139,7 +139,7 @@ class ServiceDriver(Driver):
         return self._start("evaluate", step)
 
     def _start(self, name: str, step: int) -> ServiceTask:
-        pending = self._client.begin(name, step)
+        pending: PendingAnswer = self._client.begin(name, step)
         pending.result()
         return ServiceTask(self._client, pending.number)
 

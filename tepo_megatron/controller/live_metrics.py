@@ -11,7 +11,8 @@ from tepo_megatron.observability.metrics_server import MetricFamily, as_text, me
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.rollout.containment import FAILURE_KINDS
 
-SERVER_SECONDS = 2.0  # limit of the wait for the servers' own metrics, within Prometheus' default of 10 s
+# Limit since a request of Prometheus, which waits 10 s: servers answer in milliseconds; then without their metrics
+SERVER_SECONDS = 2.0
 Counts = Callable[[], Mapping[str, int]]
 # gauge of a server -> its meaning, and its value
 _OF_A_SERVER: dict[str, tuple[str, Callable[[ServerReport], float]]] = {

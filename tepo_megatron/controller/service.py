@@ -221,7 +221,7 @@ class RolloutService:
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
                 run, trace = self._cfg.run_dir, self._started.trace.take_request()
-                return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(run), trace=trace)
+                return Waited("done", self._tasks.pop(number).future.result(0), save=trains and take_save(run), trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)

@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+import os
 import signal
+import socket
+import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +15,7 @@ from typing import Any, Protocol
 from tepo_megatron.controller.messages import Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.limits import START_SECONDS
 from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
@@ -20,7 +24,7 @@ from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
-CLOSE_SECONDS = 60.0  # for the service to end its servers and itself
+CLOSE_SECONDS = 300.0  # limit since the last call: ending servers takes seconds, closing Weights & Biases minutes; then SIGKILL
 
 
 class Process(Protocol):
@@ -33,6 +37,14 @@ class Process(Protocol):
 
     def kill(self) -> None:
         """Send SIGKILL."""
+
+
+def limit_blocking(connection: Connection, seconds: float) -> None:
+    """Have a read or write within a message fail with BlockingIOError after so long without a byte."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 class PendingAnswer:
@@ -49,9 +61,18 @@ class PendingAnswer:
 class ServiceClient:
     """Calls the rollout service. Only rank 0 has one, and only its main thread uses it."""
 
-    def __init__(self, connection: Connection, process: Process, silence_seconds: float, found: bool = False) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        process: Process,
+        silence_seconds: float,
+        start_seconds: float = START_SECONDS,
+        found: bool = False,
+    ) -> None:
         self.found = found
-        self._connection, self._process, self._silence_seconds = connection, process, silence_seconds
+        self._connection, self._process = connection, process
+        self._silence_seconds, self._start_seconds = silence_seconds, max(start_seconds, silence_seconds)
+        limit_blocking(connection, self._silence_seconds)
         self._kills = MemoryKills()
         self._numbers = 0
         self._answers: dict[int, Answer] = {}  # those that arrived before they were asked for
@@ -74,6 +95,8 @@ class ServiceClient:
         call = Call(self._numbers, name, args)
         try:
             self._connection.send(call)
+        except BlockingIOError:
+            raise self._silent(name, self._silence_seconds) from None
         except OSError:
             raise self._ended() from None
         return PendingAnswer(self, call)
@@ -83,7 +106,7 @@ class ServiceClient:
         begun = asked = time.monotonic()
         silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
         while pending.number not in self._answers:
-            limit = self._silence_seconds
+            limit = self._silence_seconds if self._start is None else self._start_seconds
             wait = min(PING_SECONDS, limit / 4)  # a call may take long: only pings that are not answered are silence
             try:
                 if self._connection.poll(wait):
@@ -95,19 +118,20 @@ class ServiceClient:
                     silent, self._start = 0.0, None
                 elif self._start is None:
                     silent += wait
-                elif (idle := self._start.idle_seconds()) > max(STUCK_SECONDS, limit):
+                elif (idle := self._start.idle_seconds()) > max(STUCK_SECONDS, self._silence_seconds):
                     raise self._declare_lost(f"is stuck in its start: for {idle:.0f} s it used neither CPU time nor a disk")
+                else:
+                    silent += wait
+            except BlockingIOError:  # it stopped within an answer
+                raise self._silent(pending.name, self._silence_seconds) from None
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
             if silent > limit:
-                raise self._declare_lost(
-                    f"gave no answer for {limit:g} s, in the call {pending.name}; raise parallel.heartbeat_timeout if its "
-                    "machine was busy"
-                )
+                raise self._silent(pending.name, limit)
             if now - begun > seconds:
                 raise RolloutError(f"the rollout service did not finish the call {pending.name} within {seconds:g} s")
-            if now - asked >= wait:
+            if now - asked >= wait and not self._pings:  # a service that imports its modules reads none
                 asked = now
                 self._pings.add(self.begin("ping").number)
         answer = self._answers.pop(pending.number)
@@ -132,6 +156,13 @@ class ServiceClient:
     def leave(self) -> None:
         """Close the connection. A service that outlives rank 0 keeps its work for the next one. A second call does nothing."""
         self._connection.close()
+
+    def _silent(self, call: str, seconds: float) -> RolloutError:
+        if self._start is None:
+            key, what = "heartbeat_timeout if its machine was busy", "gave no answer"
+        else:
+            key, what = "start_seconds if its modules or the data lie on a slow file system", "has not started: no answer"
+        return self._declare_lost(f"{what} for {seconds:g} s, in the call {call}; raise parallel.{key}")
 
     def _declare_lost(self, what: str) -> RolloutError:
         self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {what}")

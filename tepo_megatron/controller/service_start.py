@@ -28,6 +28,7 @@ import torch
 from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER
 from tepo_megatron.controller.service_client import Process, ServiceClient
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.limits import START_SECONDS
 from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.processes import LIFELINE, die_with_parent
 from tepo_megatron.utils.scratch import PrivateFolder
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
 
 _COMMAND = (sys.executable, "-P", "-m", "tepo_megatron.controller.service")
-_START_SECONDS = 60.0  # for the guard to start the service
 _POLL_SECONDS = 0.02
 
 
@@ -96,7 +96,10 @@ class GuardedService:
 
 @contextlib.contextmanager
 def start_service(
-    silence_seconds: float, make_engine: "EngineFactory | None" = None, supervisor: int | None = None
+    silence_seconds: float,
+    make_engine: "EngineFactory | None" = None,
+    supervisor: int | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[ServiceClient]:
     """Yield a client of the rollout service. A new service imports its modules meanwhile and waits for the call `open`.
 
@@ -106,10 +109,11 @@ def start_service(
     """
     if supervisor is None:
         connection, process = _start_child(make_engine)
-        client = ServiceClient(connection, process, silence_seconds)
+        client = ServiceClient(connection, process, silence_seconds, start_seconds)
     else:
         folder = service_guard.folder_of(supervisor)
-        client = _find(folder, silence_seconds) or _start_kept(folder, supervisor, silence_seconds, make_engine)
+        limits = silence_seconds, start_seconds
+        client = _find(folder, *limits) or _start_kept(folder, supervisor, *limits, make_engine)
     try:
         yield client
     except BaseException:
@@ -144,23 +148,29 @@ def _start_child(make_engine: "EngineFactory | None") -> tuple[Connection, Proce
     return ours, process
 
 
-def _find(folder: Path, silence_seconds: float) -> ServiceClient | None:
+def _find(folder: Path, silence_seconds: float, start_seconds: float) -> ServiceClient | None:
     """Return a client of the living service in a folder. None: there is none, or it has just ended."""
-    until = time.monotonic() + _START_SECONDS
+    until = time.monotonic() + start_seconds
     while folder.exists() and service_guard.is_held(folder):
         pids, connection = service_guard.read_pids(folder), service_guard.connect(folder)
         if connection is not None and pids is not None:
             with contextlib.suppress(OSError):  # it ends now
-                return ServiceClient(_as_connection(connection), GuardedService(folder, *pids), silence_seconds, found=True)
+                process = GuardedService(folder, *pids)
+                return ServiceClient(_as_connection(connection), process, silence_seconds, start_seconds, found=True)
         if connection is not None:
             connection.close()
         if time.monotonic() > until:
-            raise RolloutError(f"{folder}: the former rollout service neither answers nor ends; end its processes")
+            raise RolloutError(
+                f"{folder}: the former rollout service neither answered nor ended within {start_seconds:g} s "
+                "(parallel.start_seconds); end its processes"
+            )
         time.sleep(_POLL_SECONDS)  # it starts, or ends
     return None
 
 
-def _start_kept(folder: Path, supervisor: int, silence_seconds: float, make_engine: "EngineFactory | None") -> ServiceClient:
+def _start_kept(
+    folder: Path, supervisor: int, silence_seconds: float, start_seconds: float, make_engine: "EngineFactory | None"
+) -> ServiceClient:
     lock = service_guard.claim(folder)
     listener = service_guard.listen(folder)
     if make_engine is None:
@@ -171,14 +181,14 @@ def _start_kept(folder: Path, supervisor: int, silence_seconds: float, make_engi
         _guard_fork(supervisor, PrivateFolder(folder, lock), listener, make_engine)
     os.close(lock)
     connection = service_guard.connect(folder)
-    until = time.monotonic() + _START_SECONDS
+    until = time.monotonic() + start_seconds
     while (pids := service_guard.read_pids(folder)) is None:
         if time.monotonic() > until:
-            raise RolloutError(f"the rollout service was not started within {_START_SECONDS:g} s")
+            raise RolloutError(f"the rollout service was not started within {start_seconds:g} s; raise parallel.start_seconds")
         time.sleep(_POLL_SECONDS)
     listener.close()
     assert connection is not None, "the socket listens"
-    return ServiceClient(_as_connection(connection), GuardedService(folder, *pids), silence_seconds)
+    return ServiceClient(_as_connection(connection), GuardedService(folder, *pids), silence_seconds, start_seconds)
 
 
 def _guard_fork(supervisor: int, folder: PrivateFolder, listener: socket.socket, make_engine: "EngineFactory") -> NoReturn:

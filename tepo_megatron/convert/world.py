@@ -19,7 +19,7 @@ def world_of_one() -> "Iterator[ParallelDims]":
     platform = activate("cpu")
     from tepo_megatron.distributed import parallel  # imports Megatron-Core, which the platform must precede
 
-    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=parallel.HOST_LIMIT)
     try:
         yield parallel.initialize(ParallelConfig(), platform, seed=0)
     finally:

@@ -13,7 +13,8 @@ from tepo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GOLDS_SECONDS = 30.0  # time limit for trying one set's answers on the grader when the result is only reported
+# Limit since the first answers of the grader, which starts slowly: the result is only reported; then the rest is untried
+GOLDS_SECONDS = 30.0
 
 
 @dataclass(frozen=True)

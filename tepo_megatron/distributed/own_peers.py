@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACK_INTERFACE = "lo"
-READS, READ_SECONDS = 10, 0.05  # the kernel's table is not read atomically, so a missing row is looked up again
+READS, READ_SECONDS = 10, 0.05  # between reads: the kernel's table is not read atomically, so a row may be missing
 _LISTENS, _ESTABLISHED, _CLOSE_WAIT = "0A", "01", "08"
 _MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in the IPv6 table
 

@@ -6,6 +6,7 @@ Axes: dp (data), tp (tensor), pp (pipeline), cp (context) and ep (expert paralle
 import datetime
 import hashlib
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,9 @@ from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.scratch import WORLD_FOLDER, check_private
 from tepo_megatron.utils.supervisor import restart_count
 
-_RESTART_SECONDS = 120.0  # until ranks that another machine restarts are there, once it has noticed the failure
+# Limit since a rank waits for rank 0, as while it samples: heartbeats end a wait for a dead or frozen rank, requests have
+# limits; then gloo fails; key parallel.heartbeat_timeout
+HOST_LIMIT = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class ParallelDims:
         host: All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank
             0's own requests have deadlines, and if rank 0 ends, the other ranks end too.
         vpp: Virtual pipeline stages (model chunks) per rank.
+        limit: Time limit of the collectives of every other group.
     """
 
     dp: Axis
@@ -66,6 +70,7 @@ class ParallelDims:
     host: dist.ProcessGroup
     vpp: int
     device: torch.device
+    limit: datetime.timedelta
 
     @property
     def rank(self) -> int:
@@ -140,22 +145,22 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
             context_parallel_size=cfg.cp,
             expert_model_parallel_size=cfg.ep,
             expert_tensor_parallel_size=cfg.tp,
-            distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
+            distributed_timeout_minutes=math.ceil(cfg.group_seconds / 60),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30), group_desc="HOST_GROUP")
-    return _mesh(device, host)
+        host = dist.new_group(backend=platform.host_backend, timeout=HOST_LIMIT, group_desc="HOST_GROUP")
+    return _mesh(device, host, datetime.timedelta(seconds=cfg.group_seconds))
 
 
 def _join_world(backend: str, world_size: int, cfg: ParallelConfig) -> None:
     """Initialise torch.distributed through the launcher's private folder if there is one, else through torchrun's store."""
-    timeout = datetime.timedelta(seconds=cfg.timeout_seconds)
+    timeout = datetime.timedelta(seconds=cfg.group_seconds)
     if WORLD_FOLDER not in os.environ:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         # the store of a static rendezvous still has the addresses of ranks that were restarted (torch 2.13)
         store = dist.PrefixStore(f"attempt-{restart_count()}", store)
         if restart_count():
-            _wait_for_restarted(store, rank, size, cfg.heartbeat_timeout + _RESTART_SECONDS)
+            _wait_for_restarted(store, rank, size, cfg.heartbeat_timeout + cfg.restart_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
     folder = Path(os.environ[WORLD_FOLDER])
@@ -172,8 +177,8 @@ def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: 
     except RuntimeError:  # DistStoreError after the time
         if lost := [str(other) for other in range(world_size) if not store.check([f"restarted/{other}"])]:
             raise LostRanks(
-                f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s after all ranks had to be restarted: their "
-                "machine is lost, or its torchrun has ended; start the run again with --resume true"
+                f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s (parallel.start_seconds) after all ranks "
+                "had to be restarted: their machine is lost, or its torchrun has ended; start the run again with --resume true"
             ) from None
 
 
@@ -211,7 +216,7 @@ def world_store() -> BeatStore:
     return dist.distributed_c10d._get_default_store().clone()
 
 
-def _mesh(device: torch.device, host: dist.ProcessGroup) -> ParallelDims:
+def _mesh(device: torch.device, host: dist.ProcessGroup, limit: datetime.timedelta) -> ParallelDims:
     return ParallelDims(
         host=host,
         dp=Axis.of(parallel_state.get_data_parallel_group()),
@@ -223,6 +228,7 @@ def _mesh(device: torch.device, host: dist.ProcessGroup) -> ParallelDims:
         expert_dp=Axis.of(parallel_state.get_expert_data_parallel_group()),
         vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         device=device,
+        limit=limit,
     )
 
 

@@ -11,6 +11,7 @@ from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rollout.containment import report_lost
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, split_samples
+from tepo_megatron.utils.loop import LoopFuture
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def sample_and_grade(
     groups = engine.open()
     try:
         groups.add(prompts, sampling, seed)
+        grading: dict[int, LoopFuture[list[Rollout]]]
         grading = {group[0].prompt_id: reward.submit(group) for group in iter(groups.next, None)}
         rollouts = [sample[-1] for prompt in prompts for sample in split_samples(grading[prompt.id].result())]
     finally:

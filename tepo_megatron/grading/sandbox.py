@@ -22,13 +22,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
+from tepo_megatron.utils.processes import reap
+
 PROGRAM = "/program.py"  # where the program is in its sandbox
 _INFO = "--info-fd"
 _ALIVE, _OTHERS = 9, 20  # file descriptors in the sandbox: a pipe that we read while we live, and the least of all others
 # bubblewrap binds its processes to ours step by step while it starts. If we ended meanwhile, this write and the start fail.
 _BEGIN = f'echo >&{_ALIVE} && exec {_ALIVE}>&- && exec "$@"'
 _CHUNK_BYTES = 65536
+# Limit since the end of a program: the kernel ends a sandbox of at most some GiB in milliseconds; then SIGKILL
 _END_SECONDS = 10.0
+# Limit since the first start of a sandbox: the interpreter may lie on a cold file system; then the run is refused; a start
+_CHECK_SECONDS = 1200.0
 _FILES = 64  # open files of each process
 _OWN = 2  # processes of bubblewrap
 _LOOK_SHARE = 10  # times as long as a look takes is the pause before the next, at least
@@ -207,7 +212,7 @@ def _end(process: "subprocess.Popen[bytes]", info: int) -> None:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # the sandbox ends with it, too
-        process.wait()
+        reap(process)
 
 
 def _wait(
@@ -244,7 +249,8 @@ def _wait(
                         process.stdin.close()
                 elif not _read(selector, key.fileobj, parts, limits.output_bytes):
                     why = "output"
-    status = process.wait() if why == "exited" else -signal.SIGKILL
+    ended = reap(process) if why == "exited" else None
+    status = -signal.SIGKILL if ended is None else ended
     out, err = (
         bytes(parts[pipe][: limits.output_bytes]) if pipe is not None else b"" for pipe in (process.stdout, process.stderr)
     )
@@ -292,7 +298,7 @@ def _written(pipe: IO[bytes], unsent: memoryview) -> memoryview:
 
 def check() -> None:
     """Raise OSError if this machine cannot run a program in a sandbox."""
-    limits = Limits(cpu_seconds=10, wall_seconds=60)
+    limits = Limits(cpu_seconds=_CHECK_SECONDS, wall_seconds=_CHECK_SECONDS)
     finished = run(["-c", "print('sandbox')"], {}, b"", limits)
     if finished.stdout != b"sandbox\n":
         said = " ".join(finished.stderr.decode(errors="replace").split())[-500:]

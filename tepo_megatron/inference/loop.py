@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.loop import BLOCKED_SECONDS, LoopThread
 
 # (prompts, sampling, seed, called with each group) -> the work of sampling them
 Begin = Callable[[Sequence[Prompt], SamplingParams, int, Callable[[list[Rollout]], None]], Coroutine[Any, Any, object]]
@@ -27,11 +27,15 @@ class QueuedGroupStream:
 
     def next(self) -> list[Rollout] | None:
         while self._working:
-            item = self._items.get()
+            try:
+                item = self._items.get(timeout=BLOCKED_SECONDS)
+            except queue.Empty:
+                self._loop.require_running("sampling")
+                continue
             if isinstance(item, list):
                 return item
             self._working.discard(item)
-            item.result()
+            item.result(0)
         return None
 
     def close(self) -> None:

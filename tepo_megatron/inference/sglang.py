@@ -63,7 +63,7 @@ from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_V
 SERVER = "tepo_megatron.weight_sync.receiver.sglang_server"
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
-IDLE_SECONDS = 60  # time for aborted requests to leave the scheduler
+IDLE_SECONDS = 60  # limit since the requests were aborted: the scheduler drops them in its next step; then the update fails
 
 
 class SglangApi:

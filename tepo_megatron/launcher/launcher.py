@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
     from tepo_megatron.platform import Platform
 
-_AGENT_SECONDS = 30.0  # within which an agent of torchrun that can end by itself has ended
+_AGENT_SECONDS = 30.0  # limit since the ranks of a torchrun agent ended: it ends in seconds if it can; then SIGKILL
 
 
 class RanksFailed(TepoError, RuntimeError):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent, reap
 
-END_SECONDS = 5.0  # for the page to end
+END_SECONDS = 5.0  # limit since SIGTERM to `tepo watch`: it holds nothing; then SIGKILL
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def live_page(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             page.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             page.kill()
-            page.wait()
+            reap(page)
 
 
 def _tell(output: IO[str], say: Callable[[str], None]) -> None:

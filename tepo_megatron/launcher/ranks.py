@@ -18,11 +18,11 @@ from typing import Any
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import LIFELINE, handlers_restored
+from tepo_megatron.utils.processes import LIFELINE, handlers_restored, reap
 from tepo_megatron.utils.supervisor import AGENT_FILE, read_verdict
 
 _POLL_SECONDS = 0.1
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+GRACE_SECONDS = 10.0  # limit since SIGTERM to the ranks: they end at once, files are written atomically; then SIGKILL
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)  # the first SIGTERM, and every SIGUSR1
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
@@ -121,7 +121,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
             time.sleep(_POLL_SECONDS / 10)
         self._send(signal.SIGKILL)
         for process in self._started:
-            process.wait()
+            reap(process)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._started:

@@ -18,7 +18,7 @@ KEY = "alert/"  # first part of the keys in a step's record: 1 while an alert is
 WARM_UP = 5  # steps whose median a later value is compared with
 CLEAR = 5  # judged steps without the condition, after which an alert ends
 LATEST = 3  # steps over which a median or the largest value is taken
-LEAST_SECONDS = 1.0  # shorter steps are not judged by their times
+LEAST_SECONDS = 1.0  # not a limit: shorter steps are not judged by their times
 # Why each number is what it is: docs/alerts.md
 COLLAPSED, GAIN = 0.25, 0.05
 MISMATCH_FLOOR, MISMATCH_GROWTH, NOISES = 2e-6, 4.0, 8.0

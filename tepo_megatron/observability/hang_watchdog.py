@@ -185,7 +185,7 @@ class HangWatchdog:
                 )
         for rank, of in there.items() if self._rank == 0 else ():
             if of.phase.startswith((*TRAINING, JOINING)) and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:
-                return f"rank {rank} has been in one place for {self._stuck_seconds:g} s: {of.place}"
+                return f"rank {rank} has been in one place for {self._stuck_seconds:g} s (parallel.timeout_seconds): {of.place}"
         return None
 
     def _places(self) -> str:

@@ -31,7 +31,7 @@ from tepo_megatron.utils.storage import writing
 KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
 ROUTE = "/metrics"
 MOST_CONNECTIONS = 8  # at once; further ones are closed
-SILENT_SECONDS = 10.0  # after which a connection without a complete request is closed
+SILENT_SECONDS = 10.0  # limit since the connection of a client: a request is one line; then the connection is closed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tepo_"  # of all names of ours; servers may not use it
 STEP_PREFIX = "tepo_step_"
@@ -146,7 +146,7 @@ def serve_metrics(run_dir: Path, host: str, port: int, collect: Callable[[], str
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(SILENT_SECONDS)
         (run_dir / TARGETS_FILE).unlink(missing_ok=True)
 
 

@@ -213,7 +213,7 @@ class RunLog:
             yield
         finally:
             over.set()
-            thread.join()
+            thread.join(REMINDER_SECONDS)
 
     def _progress(self, step: int, record: Mapping[str, Value]) -> None:
         width = max(len("step"), 2 * len(str(self._steps)) + 1)

@@ -31,7 +31,7 @@ PHASES = {"rollout": BLUE, "grading_wait": ORANGE, "old_stats": PURPLE, "update"
 PHASES_AHEAD = {"wait": BLUE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
 LOSSES = {"raised": RED, "timed_out": ORANGE, "over_limit": PURPLE}
 SOURCE = "arXiv 2604.12736"  # Figures 2 and 3 of the TEPO paper; its curves have no printed values
-SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # mean seconds per step: caption of Figure 2
+SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # not a limit: mean seconds per step, caption of Figure 2
 
 
 def learning(run: RunRecord) -> Chart:

@@ -1,7 +1,6 @@
 """Rewards, which grade rollouts. `_TERMS` lists every kind of term; a config adds terms up in `reward.terms`."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
 from tepo_megatron.config import RewardConfig
@@ -14,6 +13,7 @@ from tepo_megatron.rewards.pool import GradingPool, limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
 from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.loop import LoopFuture
 
 __all__ = ["Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
 
@@ -25,7 +25,7 @@ class Reward(Protocol):
     def cpu_seconds(self) -> float:
         """Processor time of all gradings so far."""
 
-    def submit(self, group: Sequence[Rollout]) -> "Future[list[Rollout]]":
+    def submit(self, group: Sequence[Rollout]) -> "LoopFuture[list[Rollout]]":
         """Start to grade a group next to those submitted before, and return its future result at once; see `score`."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:

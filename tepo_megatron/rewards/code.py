@@ -7,7 +7,8 @@ from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import Response, Verdict
 
-_START_SECONDS = 10.0  # for sandboxes that start while the machine is busy
+# Limit since the end of all time limits of a program: starting sandboxes on a busy machine takes seconds; then `timeout`
+_START_SECONDS = 60.0
 
 
 class CodeTerm:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
 
     Only a response whose answer has the same characters as such a gold answer could be right. The statuses are bad_gold,
     too_long, timeout and died, as in `MathTerm`; bad_tests, as in `CodeTerm`. Common forms are recognized by a pattern, without
-    any process. The result is empty if no reward term compares answers. `seconds`: time limit for trying, checked between
-    chunks of 32 answers. Raises RewardError if the worker processes cannot start.
+    any process. The result is empty if no reward term compares answers. `seconds`: time limit for trying after the first
+    chunk of 32 answers, checked between chunks. Raises RewardError if the worker processes cannot start.
     """
     bad: dict[str, str] = {}
     if any(entry.type == "code" for entry in cfg.terms):
@@ -66,11 +67,12 @@ def _are_tests(gold: str) -> bool:
 async def _try_each(golds: Sequence[str], cfg: RewardConfig, seconds: float) -> list[str]:
     limits = replace(limits_of(cfg), workers=min(cfg.workers, len(golds)))
     pool = GradingPool(limits, ["equality", "boxed"], "that math-verify is installed")
-    end, statuses = time.monotonic() + seconds, list[str]()
+    end, statuses = math.inf if seconds else 0.0, list[str]()
     try:
         while len(statuses) < len(golds) and time.monotonic() < end:
             chunk = golds[len(statuses) :][:_CHUNK]
             statuses += [outcome.status for outcome in await pool.grade(("compare", gold, gold) for gold in chunk)]
+            end = min(end, time.monotonic() + seconds)  # from the first answers on: the workers may start for minutes
     finally:
         await pool.close()
     return statuses

@@ -18,8 +18,9 @@ _log = logging.getLogger(__name__)
 _MOST_REPORTED = 10  # lost workers that one pool reports
 MEMORY_MIB = 1024  # address space of a worker
 _START_ATTEMPTS = 3  # the kernel may have killed a starting worker for lack of memory
-_BATCH_SECONDS, _BATCH_REQUESTS = 0.01, 64  # limits of what a worker gets at once
-_SLOW_SECONDS = 0.05  # if a request takes longer, other workers may take those behind it
+_BATCH_SECONDS = 0.01  # not a limit: of what a worker gets at once
+_BATCH_REQUESTS = 64
+_SLOW_SECONDS = 0.05  # not a limit: if a request takes longer, other workers may take those behind it
 
 
 @dataclass(frozen=True)

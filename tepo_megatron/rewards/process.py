@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.utils.processes import has_ended
+from tepo_megatron.utils.processes import has_ended, reap
 from tepo_megatron.utils.progress import LOOK_SECONDS, START_SECONDS, STUCK_SECONDS, StartProgress
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
-_END_SECONDS = 0.2  # a process closes its pipes at most this long before it has ended
+_END_SECONDS = 0.2  # limit since a worker's pipes closed: exiting takes milliseconds; then the message says less
 _STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 65536
 REPLY_BYTES = 65536  # more than any valid reply without a decoded text has
@@ -182,7 +182,7 @@ class GradingWorker:
         """Kill the process group, which includes processes that a user's function started, and close the pipes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        reap(self._process)
         for file in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(BrokenPipeError):  # a request that the process never read
                 file.close()

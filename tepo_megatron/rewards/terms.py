@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tepo_megatron.rewards.pool import GradingPool
 from tepo_megatron.rewards.process import Field
 from tepo_megatron.types import Rollout, split_samples
-from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.loop import LoopFuture, LoopThread
 
 Decode = Callable[[Sequence[int]], str]
 UNSETTLED = frozenset({"timeout", "died", "unjudged"})
@@ -98,7 +98,7 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         """Processor time that the workers of all terms have taken so far."""
         return sum(term.pool.cpu_seconds for _, term in self.terms if term.pool is not None)
 
-    def submit(self, group: Sequence[Rollout]) -> "Future[list[Rollout]]":
+    def submit(self, group: Sequence[Rollout]) -> LoopFuture[list[Rollout]]:
         if self._closed:
             raise ValueError("the reward is closed")
         graded = self._loop.submit(self._grade(group))

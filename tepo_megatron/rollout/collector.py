@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.decisions import StepDecisions
 from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups
 from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams, split_samples
+from tepo_megatron.utils.loop import first_done
 from tepo_megatron.utils.seeding import derive_seed
 
 TAIL_FROM = 0.9  # share of the groups after whose arrival the others count as late
@@ -180,9 +181,9 @@ class Collector:
                 if ordered is not None:
                     ordered.submit(order[prompt.id], future)
             with clock.phase("grading_wait"):
-                done, grading = wait(grading, 0 if group is not None else None, FIRST_COMPLETED)
-            for future in done:
-                group = self._shaped(future)
+                done, grading = first_done(grading, at_once=group is not None)
+            for finished in done:
+                group = self._shaped(finished)
                 graded.append(group)
                 added = len(self._useful([group]))
                 useful += added
@@ -195,7 +196,7 @@ class Collector:
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
 
     def _shaped(self, graded: Future[list[Rollout]]) -> list[Rollout]:
-        return graded.result() if self.overlong is None else self.overlong.shape(graded.result())
+        return graded.result(0) if self.overlong is None else self.overlong.shape(graded.result(0))
 
     def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         return informative(groups) if self.cfg.filter_uniform_groups else groups

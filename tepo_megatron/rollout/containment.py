@@ -18,7 +18,7 @@ from tepo_megatron.utils.loop import time_limit
 
 _log = logging.getLogger(__name__)
 FAILURE_KINDS = ("raised", "timed_out", "over_limit")
-CANCEL_SECONDS = 1.0  # for code that was cancelled to end; code that goes on is abandoned
+CANCEL_SECONDS = 1.0  # limit since the cancellation of a call: it has only to return; then code that goes on is abandoned
 LEAST_SAMPLES = 2  # whole samples of a group that can be learned from
 
 

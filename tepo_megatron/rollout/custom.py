@@ -29,7 +29,8 @@ from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
 
-_HANG_UP_TURNS, _TURN_SECONDS = 100, 0.01  # of the gateway's event loop, until it has seen that a client gave up its request
+_HANG_UP_TURNS = 100  # of the gateway's event loop, until it has seen that a client gave up its request
+_TURN_SECONDS = 0.01  # not a limit: of one turn, longer where that loop is busy
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class CustomRollouts:
             for _ in range(_HANG_UP_TURNS if isinstance(made, AgentSample) else 0):
                 if not made.running:
                     break
-                await asyncio.wrap_future(self._server.submit(asyncio.sleep(_TURN_SECONDS)))  # longer if that loop is busy
+                await asyncio.wrap_future(self._server.submit(asyncio.sleep(_TURN_SECONDS)))
             if made.running or made.turns > turns:
                 raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
             return returned

@@ -17,7 +17,8 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.containment import CANCEL_SECONDS, OverLimit, caught
 from tepo_megatron.utils.loop import cancel_others
 
-CLOSE_SECONDS = 5.0  # for running calls to end; one that blocks the thread never does
+# Limit since the end of the run: calls were cancelled before; then a call that blocks its thread is left behind
+CLOSE_SECONDS = 5.0
 MOST_ABANDONED = 8  # threads that were abandoned and still run
 
 Work = Callable[[], Coroutine[Any, Any, object]]
@@ -230,7 +231,7 @@ class _Thread:
         # Tasks that ignore their cancellation stay in the thread for good. Python would run on in them if they were collected.
         while asyncio.all_tasks(self._loop):
             with suppress(_Interrupted):
-                self._loop.run_until_complete(cancel_others())
+                self._loop.run_until_complete(cancel_others(seconds=CLOSE_SECONDS))
         self._loop.close()
 
 

@@ -23,6 +23,7 @@ from tepo_megatron.rollout.chat_request import MODEL, RefusedRequest, read_reque
 from tepo_megatron.rollout.conversation import Decode
 
 MOST_BYTES = 8 << 20  # of a request
+_SHUTDOWN_SECONDS = 1.0  # limit since the end of the run: its samples are cancelled; then their connections are closed
 _ROUTES = "POST chat/completions and GET models"
 
 
@@ -41,7 +42,7 @@ class Gateway:
         app.router.add_post("/samples/{sample}/v1/chat/completions", self._complete)
         app.router.add_get("/samples/{sample}/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", _not_offered)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

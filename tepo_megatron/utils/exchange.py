@@ -27,17 +27,20 @@ from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.loop import LoopThread, time_limit
 from tepo_megatron.utils.open_files import open_file_limit
 
-CONNECT_SECONDS = 60.0  # limit of opening a connection; a busy event loop that opens thousands of them takes seconds
-KEEP_SECONDS = 3.0  # an idle connection is kept this long; uvicorn, which serves vLLM and SGLang, closes it after 5 s
+# Limit since the request: a busy event loop that opens thousands of connections takes seconds; then `no connection within`
+CONNECT_SECONDS = 60.0
+# Not a limit: an idle connection is kept as long; uvicorn, which serves vLLM and SGLang, closes it after 5 s
+KEEP_SECONDS = 3.0
 ERROR_BYTES = 64 * 2**10  # maximum bytes read of an error answer
 TIMING_CHARACTERS = 200
 CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not follow from the request
 LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
 _BYTES_PER_VALUE = 16  # minimum average in longer answers
 _CHUNK_BYTES = 2**16  # fits into a core's cache
-_SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out itself
+_SLACK_SECONDS = 5.0  # limit since the deadline of an exchange: a busy event loop reports the time-out itself; then TimedOut
 _CLOSED = "the connections to it were closed"
-_CLOSE_SECONDS = 1.0  # time limit for closing connections; a frozen server may never take what is still being sent to it
+# Limit since the last exchange: a frozen server never takes what is being sent to it; then the connections are dropped
+_CLOSE_SECONDS = 1.0
 # Numbers with this many digits or this large an exponent may exceed the float range; json.loads accepts up to 4300 digits.
 _EXTREME = (b"0" * 300, b"e000", b"e+000")
 _DIGITS_AS_ZERO = bytes.maketrans(b"123456789E", b"000000000e")

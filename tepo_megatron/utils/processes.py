@@ -21,6 +21,7 @@ LIFELINE = "TEPO_LIFELINE_FD"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 _POLL_SECONDS = 0.02
+KILLED_SECONDS = 60.0  # limit since SIGKILL: the kernel frees a process's memory in seconds; then a warning names the process
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,22 @@ def kill_process_tree(leader: int, seconds: float) -> bool:
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def wait_for_end(pidfd: int) -> None:
+    """Wait until a process has ended, however long it lives. Call it in a thread that nobody waits for."""
+    select.select([pidfd], [], [])
+
+
+def reap(process: "subprocess.Popen[Any]", seconds: float = KILLED_SECONDS) -> int | None:
+    """Return the exit status of a process that has ended or was killed. A warning and None: the kernel did not end it."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    import logging  # which most workers and guards never need
+
+    stuck = "pid %d was killed and has not ended in %g s: it waits for a device or a file system"
+    logging.getLogger(__name__).warning(stuck, process.pid, seconds)
+    return None
 
 
 @contextlib.contextmanager

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import psutil
 
-STUCK_SECONDS = 300.0  # without progress; a file system that does not answer blocks a process for minutes
-START_SECONDS = 3600.0  # limit of a start that makes progress
+# Limit since the last progress of a start (log, disk, CPU time): a file system that does not answer blocks it for minutes; then
+# `is stuck in its start`
+STUCK_SECONDS = 300.0
+# Limit since a grading worker was started: imports take 10 minutes on a cold file system; then `was not ready after`; a start
+START_SECONDS = 3600.0
 LOOK_SECONDS = 10.0  # between two looks
 WORKING = 0.01  # part of a core that a starting process uses at least; polling for something takes less
 

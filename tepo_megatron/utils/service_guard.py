@@ -35,7 +35,8 @@ from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.processes import die_with_parent, read_stat
 from tepo_megatron.utils.scratch import check_private
 
-GRACE_SECONDS = 10.0  # for the service to end by itself, after SIGTERM
+# Limit since SIGTERM to the service: it stops its servers, which their guards end in any case; then SIGKILL
+GRACE_SECONDS = 10.0
 SOCKET, PIDS, STATUS = "socket", "pids", "status"
 _POLL_SECONDS = 0.2
 _LONGEST_ADDRESS = 107  # bytes of a UNIX socket's address

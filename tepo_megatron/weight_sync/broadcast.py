@@ -237,7 +237,7 @@ class GroupTransport:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
         places = {recipient: spec.at(ranks.start) for recipient, ranks in self._ranks.items()}
-        joining = self.receiver.join_groups(places) if self.receiver is not None else None
+        joining: Pending | None = self.receiver.join_groups(places) if self.receiver is not None else None
         until = time.monotonic() + spec.join_seconds
         with progress.within(f"{JOINING} {spec.name}"):
             if self._sender is not None:

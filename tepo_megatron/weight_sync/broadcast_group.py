@@ -22,6 +22,9 @@ from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStor
 
 SENDER = 0  # rank of the sender in its group; the servers' ranks follow
 POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
+# Limit since a broadcast began: NCCL's watchdog would end the process, `wait` and `close` act before; then NCCL ends it; key
+# sync.transport.timeout_seconds
+_NCCL_LIMIT = datetime.timedelta(days=1)
 
 
 class BrokenGroup(Exception):
@@ -78,7 +81,7 @@ class BroadcastGroup:
     def __init__(self, seconds: float, device: torch.device) -> None:
         self._seconds, self._device = seconds, device
         self._group: Any = None
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._failed, self._until = "", 0.0
         self._given_up = threading.Event()
 
@@ -121,7 +124,9 @@ class BroadcastGroup:
             torch.cuda.set_device(self._device)  # the current device is set per thread
         try:
             group = form_group(spec, sender, rank, self._device)
-            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(spec.join_seconds))
+            work: dist.Work = group.broadcast(
+                [torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(spec.join_seconds)
+            )
             while not work.is_completed() and not self._given_up.is_set():
                 time.sleep(POLL_SECONDS)
             if not self._given_up.is_set():
@@ -142,7 +147,8 @@ class BroadcastGroup:
 
     def wait(self) -> None:
         """Poll until the started broadcast is over: NCCL's own wait returns too early, or never. Raises BrokenGroup."""
-        work, self._work = self._work, None
+        work: dist.Work | None = self._work
+        self._work = None
         if self._failed:
             raise BrokenGroup(self._failed)
         try:
@@ -159,7 +165,7 @@ class BroadcastGroup:
         """Leave the group; members that wait for this one fail at once."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
-        self._group = self._work = None
+        self._group, self._work = None, None
 
 
 def join_store(spec: GroupSpec) -> FolderStore | dist.TCPStore:
@@ -200,7 +206,7 @@ def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) ->
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = datetime.timedelta(days=1)  # NCCL's watchdog would end the process; `wait` and `close` act before
+        nccl._timeout = _NCCL_LIMIT
         return ProcessGroupNCCL(store, rank, spec.ranks, nccl)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ class RelayTransport(stores.StoredTransport):
         except BaseException:
             made.close()
             raise
-        made._routes = _routes(plan.senders, made.machines)
+        made._routes = _routes(plan.senders, made.machines, groups.limit)
         return made
 
     def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
@@ -167,7 +168,7 @@ def recipients(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tup
     return tuple(ranks[turn % len(ranks)] for ranks in machines if sender not in ranks)
 
 
-def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[RelayRoute]:
+def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]], limit: timedelta) -> list[RelayRoute]:
     """Return the routes in the order in which all ranks send and receive, to avoid deadlock. All ranks create all groups."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     routes = []
@@ -175,7 +176,7 @@ def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[R
         ends = recipients(machines, sender, turn)
         members = tuple(sorted((sender, *ends)))
         if ends and members not in groups:
-            groups[members] = dist.new_group(list(members))
+            groups[members] = dist.new_group(list(members), timeout=limit)
         routes.append(RelayRoute(sender, ends, groups.get(members)))
     return routes
 

@@ -21,10 +21,10 @@ class Recipient:
 
 
 class Pending(Protocol):
-    """The result of something that goes on elsewhere: a `concurrent.futures.Future`, or an answer that is under way."""
+    """The result of something that goes on elsewhere: a `LoopFuture`, or an answer that is under way."""
 
     def result(self) -> Any:
-        """Wait until it is done; raise its error."""
+        """Wait until it is done; raise its error, or one that names a service or event loop that does not go on."""
 
 
 class WeightReceiver(Protocol):

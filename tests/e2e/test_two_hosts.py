@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.full, pytest.mark.e2e]
 PORT, SILENT = 29400, 6
 # every step waits for half a second in its engine, so that the cut comes during a step
 RUN = SHORT | {
-    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__heartbeat_timeout": SILENT, "checkpoint__every": 2,
+    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__heartbeat_timeout": SILENT,
+    "parallel__start_seconds": 360, "checkpoint__every": 2,
     "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,
 }  # fmt: skip
 Start = Callable[..., Command]
@@ -167,7 +168,7 @@ def test_ranks_that_would_only_fail_again_end_on_both_hosts(
         assert (run / "stop.done").exists() and time.monotonic() - began < 60, both[0].output
         assert "ranks restarted" not in (run / "log.txt").read_text()
     else:
-        assert "ranks 1 did not come back within 126 s" in both[0].output, both[0].output
+        assert "ranks 1 did not come back within 126 s (parallel.start_seconds)" in both[0].output, both[0].output
     both = started(tepo, two, *words(random_model, tmp_path, resume="true"), restarts=3)
     for command in both:
         assert command.wait(300) == 0, command.output

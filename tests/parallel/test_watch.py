@@ -87,7 +87,7 @@ def circling(rank: int) -> None:
 @pytest.mark.full
 def test_ranks_without_progress_are_named(tmp_path: Path) -> None:
     report = explained(tmp_path, 2, circling)
-    assert "has been in one place for 6 s: step 0, old_stats" in report.splitlines()[0]
+    assert "has been in one place for 6 s (parallel.timeout_seconds): step 0, old_stats" in report.splitlines()[0]
     assert "  rank 0: step 0, old_stats, in all_reduce\n" in report and "  rank 1: step 0, old_stats\n" in report
 
 

@@ -6,6 +6,8 @@ import asyncio
 import functools
 import os
 import shutil
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,8 +15,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tepo_megatron.errors import RolloutError
 from tepo_megatron.grading import sandbox
-from tepo_megatron.utils.loop import LATE_SECONDS, time_limit
+from tepo_megatron.inference.servers.sleep import until
+from tepo_megatron.utils import loop as event_loop
+from tepo_megatron.utils.loop import LATE_SECONDS, LoopBlocked, LoopThread, time_limit
+from tepo_megatron.utils.processes import reap
 
 LIMIT_SECONDS = 0.05
 
@@ -50,6 +56,69 @@ def test_a_late_event_loop_looks_once_more() -> None:
 def test_a_limit_ends_what_does_not_come() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(_read(LIMIT_SECONDS, blocked=0.0))
+
+
+async def _slow(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def test_a_slow_coroutine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 0.1)
+    thread = LoopThread("grading")
+    assert thread.run(_slow(1.0)) == "done"
+    thread.stop()
+
+
+def test_a_blocked_event_loop_is_named_by_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 0.1)
+    thread, released, errors = LoopThread("grading"), threading.Event(), list[LoopBlocked]()
+
+    async def blocking() -> None:
+        released.wait(60)
+
+    def ask() -> None:
+        try:
+            thread.run(blocking())
+        except LoopBlocked as e:
+            errors.append(e)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10)
+    released.set()
+    assert [str(e) for e in errors] == [f"the event loop grading has not run for 0.1 s; {blocking.__qualname__} waits in it"]
+    monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 10.0)
+    thread.stop()
+
+
+def test_servers_that_do_not_change_are_named() -> None:
+    """Each change starts the wait anew."""
+
+    async def waited(changes: int) -> float:
+        changed, begun = asyncio.Condition(), time.monotonic()
+
+        async def change() -> None:
+            for _ in range(changes):
+                await asyncio.sleep(0.2)
+                async with changed:
+                    changed.notify_all()
+
+        changing = asyncio.create_task(change())
+        with pytest.raises(RolloutError, match=r"servers do not start: nothing has changed for 0\.4 s"):
+            await until(changed, lambda: False, 0.4, "servers do not start")
+        await changing
+        return time.monotonic() - begun
+
+    assert asyncio.run(waited(4)) > 1.1
+
+
+def test_a_process_that_the_kernel_does_not_end_is_left_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert reap(process, 0.05) is None
+        assert f"pid {process.pid} was killed and has not ended in 0.05 s" in caplog.text
+        process.kill()
+        assert reap(process) == -9
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap (Debian: apt-get install bubblewrap)")

@@ -19,7 +19,9 @@ from tepo_megatron.utils.exchange import (
 )
 
 HEALTH_SECONDS = 1.0  # between health requests
-HEALTHY_SECONDS = 10.0  # time limit of the request of `healthy`
+# Limit since one health request: a busy event loop answers in seconds; then it is asked again; key
+# rollout.server.heartbeat_timeout
+HEALTHY_SECONDS = 10.0
 CONTROL_CONNECTIONS = 2  # per server, next to those of its generation requests: health, and updates or interruptions
 
 

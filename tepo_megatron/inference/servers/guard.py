@@ -26,16 +26,17 @@ import time
 from pathlib import Path
 
 from tepo_megatron.utils import scratch
-from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat
+from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat, reap
 from tepo_megatron.weight_sync.receiver.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
 OWNER_CHECK_SECONDS = 0.5
-KILLED_SECONDS = 5.0  # for the kernel to remove processes that got SIGKILL
+# Limit since SIGKILL to a server's processes: hundreds of GiB take many seconds to free; then they are left to the kernel
+KILLED_SECONDS = 30.0
 # A check for shared memory takes some milliseconds. It is made while the list of all segments of the machine changes, for so
 # long afterwards (a process maps a segment, and gives it its final name, after it has created it), and else seldom.
-SETTLE_SECONDS = 3.0
-CHECK_SECONDS = 30.0
+SETTLE_SECONDS = 3.0  # not a limit
+CHECK_SECONDS = 30.0  # not a limit
 
 AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, skip the grace period. Not SIGHUP, which `nohup` ignores
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}
@@ -113,13 +114,13 @@ def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Shared
             server.wait(grace_seconds)
     deadline = time.monotonic() + KILLED_SECONDS
     kill_process_tree(os.getpid(), KILLED_SECONDS)
-    code = server.wait()
+    code = reap(server)
     with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.02)
     segments.remove()
-    return code if code >= 0 else 128 - code
+    return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hol
 from tepo_megatron.inference.servers.served_model import ServedModel
 from tepo_megatron.inference.servers.server import ServerAddress
 
-# A dying engine closes its connections first and ends a moment later; waiting for the end lets the error name the cause.
+# Limit since a broken connection: a dying engine ends a moment later, which lets the error name the cause; then it names none
 DEATH_SECONDS = 1.0
 
 

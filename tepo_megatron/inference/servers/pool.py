@@ -19,7 +19,7 @@ from tepo_megatron.inference.servers.client import CONTROL_CONNECTIONS
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
 from tepo_megatron.inference.servers.lease import Quiesce
-from tepo_megatron.inference.servers.sleep import SleepController
+from tepo_megatron.inference.servers.sleep import SleepController, until
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.open_files import raise_open_file_limit
@@ -41,7 +41,7 @@ class ServerPool:
         self.version, self.refused = INITIAL_VERSION, ""
         self.loop, self.changed = LoopThread("fleet"), asyncio.Condition()
         self.growth = GrowthLimit(cfg.server.growth_limit_gib)
-        self.sleeping = SleepController(self.changed, quiesce, self.growth)
+        self.sleeping = SleepController(self.changed, quiesce, self.growth, cfg.server.change_seconds)
         self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
         self.waiting: OrderedDict[asyncio.Future[tuple[ServerSlot[Endpoint], Incarnation]], Endpoint | None] = OrderedDict()
@@ -56,7 +56,7 @@ class ServerPool:
         self.waiting.clear()
         self._update_begun = self._out_of_patience = None
         self._in_flight, self._most_in_flight = 0, self._allowed_in_flight()
-        self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
+        self.sleeping = SleepController(self.changed, self._quiesce, self.growth, self._cfg.server.change_seconds)
         self.sleeping.allow_starts()  # a killed run may have left its device lease
         may_start = self.sleeping.may_start
         self.slots = [ServerSlot(e, self._cfg.server, self.notify, self.event, may_start) for e in self.endpoints]
@@ -243,8 +243,8 @@ class ServerPool:
         self._supervisors = [asyncio.create_task(slot.supervise()) for slot in self.slots]
 
     async def _until_settled(self) -> None:
-        async with self.changed:
-            await self.changed.wait_for(lambda: all(slot.up or slot.lost for slot in self.slots))
+        seconds, what = self._cfg.server.change_seconds, "the servers neither serve nor are lost"
+        await until(self.changed, lambda: all(slot.up or slot.lost for slot in self.slots), seconds, what)
         self.require_enough()
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -20,14 +19,15 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import guard
 from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import has_ended, kill_process_tree
+from tepo_megatron.utils.processes import has_ended, kill_process_tree, wait_for_end
 from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
+# Limit since one health request in a start: it is repeated; then it is asked again; key rollout.server.ready_seconds
 HEALTH_SECONDS = 5.0
 _ENDED_POLL_SECONDS = 0.02
-# vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
+# Limit since SIGTERM to a server: vLLM ends all its processes in 2 s, also while it loads a model; then SIGKILL
 GRACE_SECONDS = 10.0
 # An error message shows the last LOG_LINES lines of the log, and up to LOG_CAUSES distinct errors from above them.
 LOG_LINES = 20
@@ -116,7 +116,7 @@ class ServerProcess:
 
     def _watch(self, guard_ended: int) -> None:
         try:
-            select.select([guard_ended], [], [])
+            wait_for_end(guard_ended)
         finally:
             os.close(guard_ended)
         self._has_ended()
@@ -143,7 +143,7 @@ class ServerProcess:
             while self._guard.returncode is None:
                 if has_ended(self._guard.pid):
                     kill_process_tree(self._guard.pid, guard.KILLED_SECONDS)
-                    self._guard.wait()
+                    self._guard.poll()
                 elif time.monotonic() >= deadline:
                     return False
                 else:

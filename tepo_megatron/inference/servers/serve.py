@@ -26,7 +26,7 @@ from tepo_megatron.inference.servers.slot import ServerSlot
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
 TURN_SECONDS = 0.2  # poll interval with `rollout.colocate`: trainers wait for each acknowledgement
-STEADY_SECONDS = 60.0  # uptime after which the failure counters are reset
+STEADY_SECONDS = 60.0  # not a limit: uptime after which the failure counters are reset
 EVERYWHERE = ("0.0.0.0", "::")
 
 

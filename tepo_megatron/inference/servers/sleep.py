@@ -15,15 +15,30 @@ from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
 from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.slot import ServerSlot
+from tepo_megatron.utils.loop import time_limit
 
 ABORT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
+
+
+async def until(changed: asyncio.Condition, condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait until a condition holds, which may become true when `changed` is notified.
+
+    Raises RolloutError, which names `what` should have come, if there is no notification within the seconds.
+    """
+    async with changed:
+        while not condition():
+            try:
+                async with time_limit(seconds):
+                    await changed.wait()
+            except TimeoutError:
+                raise RolloutError(f"{what}: nothing has changed for {seconds:g} s") from None
 
 
 class SleepController:
     """Controller of the fleet's sleep state. Methods that change it run in the fleet's event loop."""
 
-    def __init__(self, changed: asyncio.Condition, quiesce: Quiesce | None, growth: GrowthLimit) -> None:
-        self._changed, self._quiesce, self._growth = changed, quiesce, growth
+    def __init__(self, changed: asyncio.Condition, quiesce: Quiesce | None, growth: GrowthLimit, seconds: float) -> None:
+        self._changed, self._quiesce, self._growth, self._seconds = changed, quiesce, growth, seconds
         self.asleep: frozenset[EnginePart] = frozenset()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -105,5 +120,4 @@ class SleepController:
                 raise result
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        await until(self._changed, condition, self._seconds, "the servers do not come to rest")

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import LiveServer
 from tepo_megatron.inference.servers.pool import ServerPool
+from tepo_megatron.inference.servers.sleep import until
 from tepo_megatron.inference.servers.slot import Incarnation
+from tepo_megatron.utils.loop import LoopFuture
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
@@ -103,7 +104,7 @@ class PoolUpdates:
         # servers of the update under way, with their incarnation when it began
         self._updating: list[LiveServer] = []
         self._bases: set[int] = set()  # versions that these servers had before the update
-        self._calls: list[Future[None]] = []  # of this update, which may be under way
+        self._calls: list[LoopFuture[None]] = []  # of this update, which may be under way
         self._renews = False  # whether the next update goes to all servers, whatever version they have
         self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
@@ -128,15 +129,15 @@ class PoolUpdates:
         taking = [(m.endpoint, incarnation) for m, incarnation in self._alive()]
         return tuple(Recipient(e.name, e.host, e.ranks, incarnation.number) for e, incarnation in taking)
 
-    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> LoopFuture[None]:
         of = {recipient.incarnation: spec for recipient, spec in specs.items()}
         places = {m.endpoint: of[incarnation.number] for m, incarnation in self._updating if incarnation.number in of}
         return self._call(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
 
-    def load(self, sources: Sequence[Source]) -> Future[None]:
+    def load(self, sources: Sequence[Source]) -> LoopFuture[None]:
         return self._call(self._each(lambda endpoint: endpoint.load(sources)))
 
-    def _call(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+    def _call(self, work: Coroutine[Any, Any, None]) -> LoopFuture[None]:
         self._calls = [call for call in self._calls if not call.done()]
         self._calls.append(call := self._pool.loop.submit(work))
         return call
@@ -196,10 +197,8 @@ class PoolUpdates:
         """Restart the idle servers of the update whose memory has grown too far. Return whether there were any."""
         if not (ended := await self._pool.growth.end_grown(self._updating)):
             return False
-        async with self._pool.changed:
-            await self._pool.changed.wait_for(
-                lambda: all(m.lost or m.incarnation not in (None, incarnation) for m, incarnation in ended)
-            )
+        seconds, what = self._cfg.server.change_seconds, "servers whose memory had grown did not start again"
+        await until(self._pool.changed, lambda: all(m.lost or m.incarnation not in (None, i) for m, i in ended), seconds, what)
         self._pool.require_enough()
         return True
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tepo_megatron.audit.command import parse_token
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.utils.processes import KILLED_SECONDS, die_with_parent
 
-SECONDS = 300.0  # limit of one audit
+SECONDS = 1800.0  # limit since a click: an audit imports PyTorch, 10 minutes on a cold file system; then the page says so
 MOST_BYTES = 256 << 10  # of what it prints
 
 
@@ -64,7 +64,7 @@ class TokenAudit:
             data += part
         if len(data) > MOST_BYTES:  # it would wait for ever to print the rest
             self._process.kill()
-        return data[:MOST_BYTES].decode(errors="replace"), await self._process.wait()
+        return data[:MOST_BYTES].decode(errors="replace"), await asyncio.wait_for(self._process.wait(), SECONDS)
 
     async def close(self) -> None:
         """End the audit under way, if there is one."""
@@ -72,4 +72,5 @@ class TokenAudit:
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # the kernel has not ended it yet
+                await asyncio.wait_for(process.wait(), KILLED_SECONDS)

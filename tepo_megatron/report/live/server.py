@@ -32,6 +32,7 @@ from tepo_megatron.utils.escaping import excerpt
 
 HOST = "127.0.0.1"
 LEAST_WAIT, MOST_WAIT = 2.0, 60.0  # seconds between two questions of the page
+_SHUTDOWN_SECONDS = 1.0  # limit since the page ends: an answer takes milliseconds; then the connections are closed
 MOST_WAITING = 16  # requests at once; more are refused
 PAUSE = 150  # times as long as making an answer took, the page waits
 _TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -79,7 +80,7 @@ class LivePage:
         for name, handler in (("samples", self._page), ("tokens", self._tokens), ("audit", self._audited)):
             app.router.add_get(f"/{{secret}}/runs/{{run:[0-9]{{1,3}}}}/{name}", handler, allow_head=False)
         app.router.add_get("/{secret}/{file:[a-z.]*}", self._file, allow_head=False)
-        runner = web.AppRunner(app, access_log=None, logger=_quiet(), shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, logger=_quiet(), shutdown_timeout=_SHUTDOWN_SECONDS)
         await runner.setup()
         try:
             try:

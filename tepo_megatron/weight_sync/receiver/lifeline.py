@@ -2,16 +2,17 @@
 
 Every process of the server calls `hold`. While the guard lives, it ends the whole server when any part of it dies
 (`inference/servers/guard.py`). When the guard itself is killed, nobody else may be left to do that: an engine process whose API
-server and trainer were killed at the same moment would live on. This file uses the standard library only, because it runs
-inside the engines.
+server and trainer were killed at the same moment would live on. This file imports nothing heavy, because it runs inside the
+engines.
 """
 
 import os
-import select
 import signal
 import threading
 from pathlib import Path
 from typing import NoReturn
+
+from tepo_megatron.utils.processes import wait_for_end
 
 GUARD_VARIABLE = "TEPO_SERVER_GUARD"  # PID:START; START in clock ticks after boot, as in /proc/PID/stat
 
@@ -45,7 +46,7 @@ def _watch() -> None:
 
 
 def _end_with(guard: int) -> None:
-    select.select([guard], [], [])  # readable once it has ended
+    wait_for_end(guard)
     _end()
 
 

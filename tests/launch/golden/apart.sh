@@ -44,12 +44,12 @@ set +vx
 trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
-srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=1860 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
 cd /project
 others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
 export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
 unset PYTHONSAFEPATH
-exec .venv/bin/python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 4 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+exec .venv/bin/python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 4 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 1800 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   if ! cat "$LAUNCH_CHECK/fault" 2>/dev/null; then

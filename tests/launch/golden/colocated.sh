@@ -52,12 +52,12 @@ set +vx
 trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
-srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=1860 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
 cd /project
 others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
 export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
 unset PYTHONSAFEPATH
-exec python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+exec python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 1800 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   if ! cat "$LAUNCH_CHECK/fault" 2>/dev/null; then

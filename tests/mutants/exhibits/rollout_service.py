@@ -133,7 +133,7 @@ EXHIBITS = (
         bug="The service waits for its work without asking for the result, so an error of work without a result is lost.",
         cost="An evaluation that failed leaves no record and no message, and early stopping goes by older evaluations.",
         symbol="RolloutService._wait",
-        old='return Waited("done", self._tasks.pop(number).future.result(), save=',
+        old='return Waited("done", self._tasks.pop(number).future.result(0), save=',
         new=(
             "ended = self._tasks.pop(number).future\n                "
             'return Waited("done", None if ended.exception() is not None else ended.result(), save='

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,71 @@ def test_a_service_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
             client.call("best_step")
         assert time.monotonic() - begun < 30
     assert time.monotonic() - begun < 40, "a service that hangs is not waited for"
+
+
+def _started_late(seconds: float, start_seconds: float) -> str:
+    """Call a service that reads nothing until it has imported its modules; return how the call ends."""
+    ours, theirs = Pipe()
+
+    def answer() -> None:
+        from tepo_megatron.controller.messages import Answer
+
+        time.sleep(seconds)
+        theirs.send(Answer(theirs.recv().number, "opened", None))
+        with suppress(EOFError):
+            while theirs.recv().name != "close":
+                pass
+
+    client = ServiceClient(ours, ForkedProcess(answer), 0.5, start_seconds)
+    theirs.close()  # the fork has it
+    try:
+        return client.call("open")
+    except RolloutError as e:
+        return str(e)
+    finally:
+        client.close()
+
+
+@pytest.mark.slow
+def test_a_service_may_start_for_longer_than_it_may_be_silent() -> None:
+    assert _started_late(2.0, start_seconds=60.0) == "opened"
+    message = _started_late(60.0, start_seconds=1.0)
+    assert "has not started: no answer for 1 s, in the call open; raise parallel.start_seconds" in message
+    assert "heartbeat_timeout" not in message
+
+
+def test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipe holds a few hundred messages: then the next one would block rank 0."""
+    monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.001)
+    (ours, theirs), process = Pipe(), subprocess.Popen(["sleep", "60"])
+    client = ServiceClient(ours, process, 0.5, 1.0)
+    with pytest.raises(RolloutError, match="has not started"):
+        client.call("open")
+    client.close()
+    names = []
+    with suppress(EOFError):
+        while True:
+            names.append(theirs.recv().name)
+    assert names == ["open", "ping"]
+
+
+def test_a_service_that_stops_within_an_answer_is_noticed() -> None:
+    (ours, theirs), process, errors = Pipe(), subprocess.Popen(["sleep", "60"]), list[RolloutError]()
+    client = ServiceClient(ours, process, 0.5, 0.5)
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first bytes")
+
+    def call() -> None:
+        try:
+            client.call("best_step")
+        except RolloutError as e:
+            errors.append(e)
+
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
+    calling.join(20)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    assert len(errors) == 1 and "for 0.5 s, in the call best_step" in str(errors[0])
 
 
 @pytest.mark.slow

@@ -38,3 +38,9 @@ def test_answers_of_other_forms_are_tried_in_a_worker() -> None:
     asked = ["7", r"\frac{1", r"x^2+1", r" \frac{1 ", "9" * 600, r"[0, 1)", "{"]
     bad, unchecked = unreadable_golds(asked, CFG, seconds=60)
     assert bad == {r"\frac{1": "bad_gold", "9" * 600: "too_long", "{": "bad_gold"} and unchecked == 0
+
+
+def test_the_time_for_trying_counts_from_the_first_answers() -> None:
+    """Workers may import their modules for minutes."""
+    golds = [rf"x^{{{k}}}+1" for k in range(70)]
+    assert unreadable_golds(golds, CFG, seconds=1e-9) == ({}, len(golds) - 32)
