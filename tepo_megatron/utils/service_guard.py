@@ -32,7 +32,7 @@ from pathlib import Path
 
 from tepo_megatron.utils import scratch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.processes import die_with_parent, read_stat
+from tepo_megatron.utils.processes import die_with_parent, read_stat, wait_for_signal
 from tepo_megatron.utils.scratch import check_private
 
 GRACE_SECONDS = 10.0  # for the service to end by itself, after SIGTERM
@@ -147,7 +147,7 @@ def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass
 
 def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callable[[], int]) -> None:
     """Run the service until it ends, this process gets SIGTERM, or the supervisor is gone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `sigtimedwait` receives them instead
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `wait_for_signal` receives them instead
     try:
         supervisor_end = os.pidfd_open(supervisor)
     except ProcessLookupError:
@@ -156,8 +156,7 @@ def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callabl
     service = start_service()
     replace_file(folder.path / PIDS, json.dumps([os.getpid(), service]).encode(), durable=False)
     while (status := _status(service)) is None and not select.select([supervisor_end], [], [], 0)[0]:
-        received = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
-        if received is not None and received.si_signo == signal.SIGTERM:
+        if wait_for_signal(_SIGNALS, _POLL_SECONDS) == signal.SIGTERM:
             break
     deadline = time.monotonic() + GRACE_SECONDS
     if status is None:

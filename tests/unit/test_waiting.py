@@ -6,6 +6,9 @@ import asyncio
 import functools
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +17,9 @@ import psutil
 import pytest
 
 from tepo_megatron.grading import sandbox
+from tepo_megatron.inference.servers import guard
 from tepo_megatron.utils.loop import LATE_SECONDS, time_limit
+from tests.waiting import until
 
 LIMIT_SECONDS = 0.05
 
@@ -67,3 +72,17 @@ def test_a_program_that_ended_in_time_is_no_timeout(monkeypatch: pytest.MonkeyPa
     limits = sandbox.Limits(cpu_seconds=4, wall_seconds=10, memory_mib=256, processes=8)
     finished = sandbox.run([sandbox.PROGRAM], {sandbox.PROGRAM: b"print('right')"}, b"", limits)
     assert (finished.why, finished.stdout) == ("exited", b"right\n")
+
+
+def test_a_guard_that_was_suspended_keeps_its_server() -> None:
+    words = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), "0", "-", "sleep", "600"]
+    with subprocess.Popen(words) as process:
+        try:
+            until(lambda: [child.name() for child in psutil.Process(process.pid).children()] == ["sleep"])
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(1.5 * guard.OWNER_CHECK_SECONDS)
+            process.send_signal(signal.SIGCONT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2 * guard.OWNER_CHECK_SECONDS)
+        finally:
+            process.terminate()

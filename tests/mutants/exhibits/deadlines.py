@@ -71,4 +71,15 @@ EXHIBITS = (
         new="(idle := progress.idle_seconds()) > START_SECONDS",
         tests=("tests/unit/rewards/test_grading_pool.py::test_a_worker_that_is_stuck_in_its_start_ends_the_run",),
     ),
+    Exhibit(
+        name="a_suspended_guard_ends_its_server",
+        source="own: whole runs under a fast clock; CPython 3.11, signal.sigtimedwait",
+        kind="deadlines",
+        bug="A guard that is stopped and continued takes uninitialised memory for a signal that asks it to end its server.",
+        cost="A job that is suspended for half a second loses all its servers, and every sample that they were making.",
+        symbol="wait_for_signal",
+        old=" and received.si_signo in blocked",
+        new="",
+        tests=("tests/unit/test_waiting.py::test_a_guard_that_was_suspended_keeps_its_server",),
+    ),
 )
