@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 # name -> (recipe, its keys)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "vllm": (DEMO, {"rollout__engine": "vllm"}),
+    "vllm": (DEMO, {"rollout__engine": "vllm", "rollout__server__tp": 2}),  # its front end waits for other processes
     "sglang": (DEMO, {"rollout__engine": "sglang"}),
     "colocated": (DEMO, {"rollout__engine": "vllm", "rollout__colocate": "true"}),
     "one_step_ahead": (DEMO, {"rollout__max_staleness": 1, "rollout__on_weight_update": "continue", "training__steps": 4}),
@@ -62,10 +63,10 @@ def checked(run: Path, *finished: Command, steps: int = STEPS) -> list[dict[str,
 def words(random_model: Path, tmp_path: Path, speed: float) -> Callable[..., list[str]]:
     """`tepo train`, with a small engine; the run's folder is tmp_path / NAME."""
 
-    def build(name: str, recipe: str = DEMO, **keys: Any) -> list[str]:
+    def build(name: str, recipe: str = DEMO, model: Path = random_model, **keys: Any) -> list[str]:
         keys = SMALL | {"rollout__engine": "torch", "output": tmp_path, "name": name} | keys
         keys["reward__timeout_seconds"] = EXEMPT["reward.timeout_seconds"][0] * speed
-        return ["train", recipe, *settings(random_model, **keys)]
+        return ["train", recipe, *settings(model, **keys)]
 
     return build
 
@@ -91,14 +92,17 @@ def test_a_judge_that_thinks(tepo: Callable[..., Command], words: Callable[..., 
 def test_programs_in_sandboxes(
     tepo: Callable[..., Command], words: Callable[..., list[str]], random_model: Path, tmp_path: Path, speed: float
 ) -> None:
-    limits = {key: EXEMPT[key][0] * speed for key in ("run_seconds", "response_seconds")}
-    keys = {"reward__terms": json.dumps([{"type": "code"} | limits])}
+    model = shutil.copytree(random_model, tmp_path / "model")
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(tokenizer.replace('"*"', '"`"'))
     for name in ("train", "eval"):
-        rows = [json.loads(line) for line in (random_model / f"{name}.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (model / f"{name}.jsonl").read_text().splitlines()]
         tests = [row | {"answer": json.dumps({"inputs": [row["answer"]], "outputs": [row["answer"]]})} for row in rows]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
-        keys[f"data__{name}"] = str(tmp_path / f"{name}.jsonl")
-    rows = checked(tmp_path / "code", tepo(*words("code", **keys), engine="programs"))
+        (model / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
+    limits = {key: EXEMPT[key][0] * speed for key in ("run_seconds", "response_seconds")}
+    term = json.dumps([{"type": "code"} | limits])
+    command = tepo(*words("code", model=model, reward__terms=term), engine="programs")
+    rows = checked(tmp_path / "code", command)
     assert all(0.2 < row["accuracy/mean"] < 0.8 for row in rows)
 
 
