@@ -63,8 +63,7 @@ from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_V
 SERVER = "tepo_megatron.weight_sync.receiver.sglang_server"
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
-# Its watchdog counts from the last batch, so that it may end a server that slept for 300 s in its first batch. The health checks
-# are ours.
+# Its watchdog counts from the last batch, so that it may end a server that slept for 300 s. We check the health ourselves.
 WATCHDOG_SECONDS = "1e9"
 IDLE_SECONDS = 60  # time for aborted requests to leave the scheduler
 
