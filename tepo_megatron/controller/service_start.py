@@ -29,14 +29,14 @@ from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER
 from tepo_megatron.controller.service_client import Process, ServiceClient
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.processes import LIFELINE, die_with_parent
+from tepo_megatron.utils.processes import LIFELINE, die_with_parent, has_ended
+from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 from tepo_megatron.utils.scratch import PrivateFolder
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
 
 _COMMAND = (sys.executable, "-P", "-m", "tepo_megatron.controller.service")
-_START_SECONDS = 60.0  # for the guard to start the service
 _POLL_SECONDS = 0.02
 
 
@@ -146,7 +146,7 @@ def _start_child(make_engine: "EngineFactory | None") -> tuple[Connection, Proce
 
 def _find(folder: Path, silence_seconds: float) -> ServiceClient | None:
     """Return a client of the living service in a folder. None: there is none, or it has just ended."""
-    until = time.monotonic() + _START_SECONDS
+    until = time.monotonic() + STUCK_SECONDS
     while folder.exists() and service_guard.is_held(folder):
         pids, connection = service_guard.read_pids(folder), service_guard.connect(folder)
         if connection is not None and pids is not None:
@@ -165,16 +165,18 @@ def _start_kept(folder: Path, supervisor: int, silence_seconds: float, make_engi
     listener = service_guard.listen(folder)
     if make_engine is None:
         os.environ[LISTENER] = str(listener.fileno())
-        service_guard.start(supervisor, folder, lock, _COMMAND, [listener.fileno(), *_lifeline()])
+        guard = service_guard.start(supervisor, folder, lock, _COMMAND, [listener.fileno(), *_lifeline()])
         del os.environ[LISTENER]
-    elif os.fork() == 0:
+    elif (guard := os.fork()) == 0:
         _guard_fork(supervisor, PrivateFolder(folder, lock), listener, make_engine)
     os.close(lock)
     connection = service_guard.connect(folder)
-    until = time.monotonic() + _START_SECONDS
+    progress = StartProgress(guard)
     while (pids := service_guard.read_pids(folder)) is None:
-        if time.monotonic() > until:
-            raise RolloutError(f"the rollout service was not started within {_START_SECONDS:g} s")
+        if has_ended(guard):
+            raise RolloutError("the guard of the rollout service ended in its start; its last lines are above")
+        if (idle := progress.idle_seconds()) > STUCK_SECONDS:
+            raise RolloutError(f"the guard of the rollout service is stuck in its start: it did nothing for {idle:.0f} s")
         time.sleep(_POLL_SECONDS)
     listener.close()
     assert connection is not None, "the socket listens"

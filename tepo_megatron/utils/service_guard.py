@@ -138,11 +138,11 @@ def end(folder: Path, seconds: float) -> None:
     scratch.sweep(folder.parent)  # a killed guard leaves the folder
 
 
-def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass_fds: Sequence[int]) -> None:
-    """Start a guard in a session of its own, which starts `command`."""
+def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass_fds: Sequence[int]) -> int:
+    """Start a guard in a session of its own, which starts `command`. Returns its pid."""
     files = ",".join(map(str, pass_fds))
     words = [sys.executable, "-P", "-m", __spec__.name, str(supervisor), str(folder), str(lock), files, *command]
-    subprocess.Popen(words, pass_fds=[lock, *pass_fds], start_new_session=True)
+    return subprocess.Popen(words, pass_fds=[lock, *pass_fds], start_new_session=True).pid
 
 
 def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callable[[], int]) -> None:

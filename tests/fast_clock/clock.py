@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import lives
+
 ROOT = Path(__file__).parents[2]
 SPEED = "TEPO_TEST_SPEED"  # variable with how many times as fast the clock of whole runs is
 SHIM, BUILT = Path(__file__).with_name("shim.c"), ROOT / "build" / "fast_clock" / "shim.so"
@@ -35,4 +37,14 @@ def variables(speed: float) -> dict[str, str]:
 def self_test(speed: float) -> bool:
     """Return whether all waits are scaled; print those that are not."""
     words = [sys.executable, "-m", "tests.fast_clock.waits", str(speed)]
-    return subprocess.run(words, cwd=ROOT, env=os.environ | variables(speed) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}).returncode == 0
+    environment = os.environ | variables(speed) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    status = subprocess.run(words, cwd=ROOT, env=environment).returncode
+    sweep()
+    return status == 0
+
+
+def sweep() -> None:
+    """Remove the shared memory of clocks whose first process was killed."""
+    for path in Path("/dev/shm").glob("*faketime_s[eh]m_*"):
+        if not lives(int(path.name.rpartition("_")[2])):
+            path.unlink(missing_ok=True)
