@@ -139,7 +139,7 @@ test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 # Whole runs whose clock is X times as fast as their processors: everything takes X times as long as limits know. Needs:
 # apt-get install faketime gcc. ARGS: -k vllm
 slow: $(READY) $(SGLANG)/.ready
-	$(BIN)/python -m tests.fast_clock $(X) $(ARGS)
+	$(BIN)/python -m tests.fast_clock.clock $(X) $(ARGS)
 
 # Needs root and: apt-get install slurm-wlm munge
 test-slurm: $(READY) $(LAUNCH)/.ready

@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 static double seconds(const struct timespec *t) { return t->tv_sec + t->tv_nsec / 1e9; }

@@ -11,19 +11,21 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Command, settings
-from tests.e2e.test_restart import ranks_of
+from tests.e2e.conftest import Command, commands, settings, write_model
+from tests.e2e.test_restart import ranks_of, taken
+from tests.fast_clock.clock import SPEED, sweep, variables
 from tests.unit.rewards.test_judge import serve
 
 pytestmark = pytest.mark.fast_clock
-STEPS = 2
-DEMO, LIMIT = "examples/demo.yaml", 300.0  # real seconds of one command
+Start, Words = Callable[..., Command], Callable[..., list[str]]
+DEMO, STEPS, LIMIT = "examples/demo.yaml", 2, 300.0  # real seconds of one command
 # Limits on work, which are made X times as long: the work itself is not slower, because a processor's time is no clock's.
 EXEMPT: Mapping[str, tuple[float, str]] = {
     "reward.timeout_seconds": (4.0, "a grader's wall time, twice its processor time"),
@@ -45,11 +47,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def ended_well(command: Command) -> None:
+    assert command.wait(LIMIT) == 0, command.output
+    command.assert_nothing_left()
+
+
 def checked(run: Path, *finished: Command, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Wait for commands that end well, and assert that nothing was cut off: no server, sample or grade."""
+    """Wait for commands, and assert that nothing was cut off: no process, server, sample or grade."""
     for command in finished:
-        assert command.wait(LIMIT) == 0, command.output
-        command.assert_nothing_left()
+        ended_well(command)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     lost = ("rollout/server_restarts", "rollout/samples_raised", "rollout/samples_timed_out", "grading/timeout", "grading/died")
@@ -59,8 +65,26 @@ def checked(run: Path, *finished: Command, steps: int = STEPS) -> list[dict[str,
     return rows
 
 
+@pytest.fixture(scope="module")
+def speed() -> float:
+    assert SPEED in os.environ, "run these tests with `make slow`, which tests the clock first"
+    return float(os.environ[SPEED])
+
+
 @pytest.fixture
-def words(random_model: Path, tmp_path: Path, speed: float) -> Callable[..., list[str]]:
+def tepo(tmp_path: Path, speed: float) -> Iterator[Start]:
+    with commands(tmp_path) as start:
+        yield partial(start, env=variables(speed))
+    sweep()
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("random") / "model")
+
+
+@pytest.fixture
+def words(random_model: Path, tmp_path: Path, speed: float) -> Words:
     """`tepo train`, with a small engine; the run's folder is tmp_path / NAME."""
 
     def build(name: str, recipe: str = DEMO, model: Path = random_model, **keys: Any) -> list[str]:
@@ -72,12 +96,12 @@ def words(random_model: Path, tmp_path: Path, speed: float) -> Callable[..., lis
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run(tepo: Callable[..., Command], words: Callable[..., list[str]], tmp_path: Path, name: str) -> None:
+def test_a_run(tepo: Start, words: Words, tmp_path: Path, name: str) -> None:
     recipe, keys = RUNS[name]
     checked(tmp_path / name, tepo(*words(name, recipe, **keys)), steps=keys.get("training__steps", STEPS))
 
 
-def test_a_judge_that_thinks(tepo: Callable[..., Command], words: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_judge_that_thinks(tepo: Start, words: Words, tmp_path: Path) -> None:
     def verdict(body: dict[str, Any]) -> str:
         time.sleep(0.1)
         return "Verdict: 5"
@@ -89,61 +113,47 @@ def test_a_judge_that_thinks(tepo: Callable[..., Command], words: Callable[..., 
     assert len(api.seen) >= 32 * STEPS and all(row["reward/mean"] == 0.5 for row in rows)
 
 
-def test_programs_in_sandboxes(
-    tepo: Callable[..., Command], words: Callable[..., list[str]], random_model: Path, tmp_path: Path, speed: float
-) -> None:
+def test_programs_in_sandboxes(tepo: Start, words: Words, random_model: Path, tmp_path: Path, speed: float) -> None:
     model = shutil.copytree(random_model, tmp_path / "model")
-    tokenizer = (model / "tokenizer.json").read_text()
-    (model / "tokenizer.json").write_text(tokenizer.replace('"*"', '"`"'))
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text().replace('"*"', '"`"'))
+    tests = json.dumps({"inputs": ["7"], "outputs": ["7"]})
     for name in ("train", "eval"):
-        rows = [json.loads(line) for line in (model / f"{name}.jsonl").read_text().splitlines()]
-        tests = [row | {"answer": json.dumps({"inputs": [row["answer"]], "outputs": [row["answer"]]})} for row in rows]
-        (model / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
-    limits = {key: EXEMPT[key][0] * speed for key in ("run_seconds", "response_seconds")}
-    term = json.dumps([{"type": "code"} | limits])
-    command = tepo(*words("code", model=model, reward__terms=term), engine="programs")
-    rows = checked(tmp_path / "code", command)
+        rows = [{"prompt": f"{i}?\n", "answer": tests} for i in range(40)]
+        (model / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    term = {"type": "code"} | {key: EXEMPT[key][0] * speed for key in ("run_seconds", "response_seconds")}
+    rows = checked(tmp_path / "code", tepo(*words("code", model=model, reward__terms=json.dumps([term])), engine="programs"))
     assert all(0.2 < row["accuracy/mean"] < 0.8 for row in rows)
 
 
-def test_a_killed_rank_and_a_killed_launcher(
-    tepo: Callable[..., Command], words: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_killed_rank_and_a_killed_launcher(tepo: Start, words: Words, tmp_path: Path) -> None:
     run, keys = tmp_path / "resumed", {"training__steps": 8, "checkpoint__every": 1}
     first = tepo(*words("resumed", **keys))
-    path = run / "metrics.jsonl"
-    with first.stopped_when(lambda: path.exists() and path.read_text().count("\n") >= 2, LIMIT):
+    with first.stopped_when(lambda: taken(run) >= 2, LIMIT):
         os.kill(ranks_of(first)[-1], signal.SIGKILL)
     first.until(lambda: "the ranks are restarted from the checkpoint of step" in first.output, LIMIT)
-    first.until(lambda: path.read_text().count("\n") >= 4, LIMIT)
+    first.until(lambda: taken(run) >= 4, LIMIT)
     first.process.kill()
     first.assert_nothing_left()
-    second = tepo(*words("resumed", **keys, resume="true"))
-    checked(run, second, steps=8)
+    checked(run, second := tepo(*words("resumed", **keys, resume="true")), steps=8)
     assert "resume: from the checkpoint of step" in second.output
 
 
-def test_servers_of_another_command(tepo: Callable[..., Command], words: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_servers_of_another_command(tepo: Start, words: Words, tmp_path: Path) -> None:
     places = {"rollout__server__rendezvous": tmp_path / "rendezvous", "sync__transport__folder": tmp_path / "weights"}
     command = words("served", **places)
-    serve = tepo("serve", command[1], "--host", "127.0.0.2", *command[2:])
+    server = tepo("serve", command[1], "--host", "127.0.0.2", *command[2:])
     checked(tmp_path / "served", tepo(*command))
-    serve.process.terminate()
-    assert serve.wait(LIMIT) == 0, serve.output
-    serve.assert_nothing_left()
+    server.process.terminate()
+    ended_well(server)
 
 
-def test_fine_tuning(tepo: Callable[..., Command], random_model: Path, tmp_path: Path) -> None:
-    data = [json.loads(line) for line in (random_model / "train.jsonl").read_text().splitlines()]
-    rows = [{"prompt": row["prompt"], "response": row["answer"]} for row in data]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_fine_tuning(tepo: Start, random_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text((random_model / "train.jsonl").read_text().replace('"answer"', '"response"'))
     config = {
         "name": "tuned", "platform": "cpu", "output": str(tmp_path), "parallel": {"dp": 2}, "checkpoint": {"every": 2},
         "model": {"path": str(random_model), "precision": "fp32"},
         "sft": {"data": str(tmp_path / "data.jsonl"), "max_tokens": 64, "batch_sequences": 8},
     }  # fmt: skip
     (tmp_path / "sft.yaml").write_text(json.dumps(config))
-    command = tepo("sft", tmp_path / "sft.yaml")
-    assert command.wait(LIMIT) == 0, command.output
-    command.assert_nothing_left()
+    ended_well(tepo("sft", tmp_path / "sft.yaml"))
     assert (tmp_path / "tuned" / "summary.json").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
 import select
@@ -12,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,70 +21,46 @@ import zmq
 from torch import zeros
 
 SECONDS = 20.0  # of each wait; all wait at once
+HELD = threading.Lock()
 LIMIT = 60.0  # real seconds, of a busy machine
 
 
-def real_time() -> float:
-    """Return seconds of the kernel's clock, which nothing can preload."""
-    return float(Path("/proc/uptime").read_text().split()[0])
-
-
-def lock() -> None:
-    held = threading.Lock()
-    held.acquire()
-    held.acquire(timeout=SECONDS)
-
-
 def get() -> None:
-    with contextlib.suppress(queue.Empty):
+    with suppress(queue.Empty):
         queue.Queue[None]().get(timeout=SECONDS)
 
 
 async def nothing() -> None:
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         async with asyncio.timeout(SECONDS):
             await asyncio.Event().wait()
 
 
 def child() -> None:
     with subprocess.Popen(["sleep", "infinity"], env={}) as process:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS)
         process.kill()
 
 
-def epoll() -> None:
-    with select.epoll() as nobody:
-        nobody.poll(SECONDS)
-
-
 def gloo() -> None:
-    """Wait for a message that does not come, from a peer that is a thread of this process."""
-    store, joined = dist.HashStore(), threading.Barrier(2)
+    """Wait for a message of a peer, which is a thread of this process and sends none."""
+    store, groups = dist.HashStore(), dict[int, dist.ProcessGroupGloo]()
 
-    def join(rank: int) -> dist.ProcessGroupGloo:
-        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1000))
-        joined.wait()
-        return group
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1000))
 
-    peers: list[dist.ProcessGroupGloo] = []
-    peer = threading.Thread(target=lambda: peers.append(join(1)))
+    peer = threading.Thread(target=join, args=(1,))
     peer.start()
-    group = join(0)
+    join(0)
     peer.join()
-    with contextlib.suppress(RuntimeError):
-        group.recv([zeros(1)], 1, 0).wait(timedelta(seconds=SECONDS))
-
-
-def store() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with contextlib.suppress(dist.DistStoreError):
-        server.wait(["nobody sets it"], timedelta(seconds=SECONDS))
+    with suppress(RuntimeError):
+        groups[0].recv([zeros(1)], 1, 0).wait(timedelta(seconds=SECONDS))
 
 
 WAITS: dict[str, Callable[[], object]] = {
     "time.sleep": lambda: time.sleep(SECONDS),
-    "Lock.acquire": lock,
+    "Lock.acquire": lambda: HELD.acquire() and HELD.acquire(timeout=SECONDS),
     "Event.wait": lambda: threading.Event().wait(SECONDS),
     "Queue.get": get,
     "asyncio": lambda: asyncio.run(nothing()),
@@ -92,18 +68,18 @@ WAITS: dict[str, Callable[[], object]] = {
     "Popen.wait": child,
     "select": lambda: select.select([], [], [], SECONDS),
     "poll": lambda: select.poll().poll(SECONDS * 1000),
-    "epoll": epoll,
+    "epoll": lambda: select.epoll().poll(SECONDS),
     "zmq": lambda: zmq.Context.instance().socket(zmq.PULL).poll(int(SECONDS * 1000)),
     "gloo": gloo,
-    "TCPStore": store,
 }
 
 
-def main(speed: float) -> int:
-    """Return the exit status, 1 if a wait of SECONDS of the fast clock was not one of SECONDS / `speed`.
+def real_time() -> float:
+    return float(Path("/proc/uptime").read_text().split()[0])  # no library can change it
 
-    A busy machine makes a wait longer, never shorter.
-    """
+
+def main(speed: float) -> int:
+    """Return the exit status: 1 if a wait was not one of SECONDS / `speed`. A busy machine makes it longer, never shorter."""
     seconds: dict[str, float] = {}
 
     def measure(name: str) -> None:
@@ -111,8 +87,8 @@ def main(speed: float) -> int:
         WAITS[name]()
         seconds[name] = real_time() - begun
 
-    threads = [threading.Thread(target=measure, args=(name,), daemon=True) for name in WAITS]
     end = real_time() + LIMIT
+    threads = [threading.Thread(target=measure, args=(name,), daemon=True) for name in WAITS]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and real_time() < end:
