@@ -22,6 +22,7 @@ PEERS  := .cache/peers
 GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
 WORKERS ?= 2
+X       ?= 10
 # One more than cores, because each test without servers waits part of the time.
 PARTS_WORKERS ?= 3
 # Pytest's arguments for each stream. One worker, so that the others go on after a test whose process had to be ended. The folders
@@ -29,7 +30,7 @@ PARTS_WORKERS ?= 3
 parts      := -n $(PARTS_WORKERS) --dist worksteal -m "not full and not server and not e2e" --ignore tests/lint
 runs       := -n 1 -m "not full and e2e" tests/e2e tests/launch
 servers    := -n 1 -m "not full and server and not e2e" tests/server
-LONG       := full and not slurm and not image and not alone
+LONG       := full and not slurm and not image and not alone and not fast_clock
 full-runs  := -n 1 $(ARGS) -m "$(LONG) and e2e" tests/e2e tests/launch
 full-parts := -n 1 $(ARGS) -m "$(LONG) and not e2e"
 full-alone := -n 1 -m "full and alone"
@@ -44,7 +45,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(FOUND))
 
 .PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
-  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants check lint types format pins clean
+  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -134,6 +135,11 @@ test-servers: $(READY) $(SGLANG)/.ready
 # Run the long tests in the same streams, servers among the runs. ARGS: --rotate 6 runs a sixth of them, others at each commit.
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m tests.running $(call streams,full-runs full-parts) --then full-alone '$(full-alone)'
+
+# Whole runs whose clock is X times as fast as their processors: everything takes X times as long as limits know. Needs:
+# apt-get install faketime gcc. ARGS: -k vllm
+slow: $(READY) $(SGLANG)/.ready
+	$(BIN)/python -m tests.fast_clock.clock $(X) $(ARGS)
 
 # Needs root and: apt-get install slurm-wlm munge
 test-slurm: $(READY) $(LAUNCH)/.ready

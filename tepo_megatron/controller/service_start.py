@@ -30,7 +30,8 @@ from tepo_megatron.controller.service_client import Process, ServiceClient
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.limits import START_SECONDS
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.processes import LIFELINE, die_with_parent
+from tepo_megatron.utils.processes import LIFELINE, die_with_parent, has_ended
+from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 from tepo_megatron.utils.scratch import PrivateFolder
 
 if TYPE_CHECKING:
@@ -175,16 +176,18 @@ def _start_kept(
     listener = service_guard.listen(folder)
     if make_engine is None:
         os.environ[LISTENER] = str(listener.fileno())
-        service_guard.start(supervisor, folder, lock, _COMMAND, [listener.fileno(), *_lifeline()])
+        guard = service_guard.start(supervisor, folder, lock, _COMMAND, [listener.fileno(), *_lifeline()])
         del os.environ[LISTENER]
-    elif os.fork() == 0:
+    elif (guard := os.fork()) == 0:
         _guard_fork(supervisor, PrivateFolder(folder, lock), listener, make_engine)
     os.close(lock)
     connection = service_guard.connect(folder)
-    until = time.monotonic() + start_seconds
+    progress = StartProgress(guard)
     while (pids := service_guard.read_pids(folder)) is None:
-        if time.monotonic() > until:
-            raise RolloutError(f"the rollout service was not started within {start_seconds:g} s; raise parallel.start_seconds")
+        if has_ended(guard):
+            raise RolloutError("the guard of the rollout service ended in its start; its last lines are above")
+        if (idle := progress.idle_seconds()) > STUCK_SECONDS:
+            raise RolloutError(f"the guard of the rollout service is stuck in its start: it did nothing for {idle:.0f} s")
         time.sleep(_POLL_SECONDS)
     listener.close()
     assert connection is not None, "the socket listens"

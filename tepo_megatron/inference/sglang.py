@@ -63,6 +63,8 @@ from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_V
 SERVER = "tepo_megatron.weight_sync.receiver.sglang_server"
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
+# Not a limit: it turns off a watchdog that counts from the last batch, and so may end a server that slept. We check the health.
+WATCHDOG_SECONDS = "1e9"
 IDLE_SECONDS = 60  # limit since the requests were aborted: the scheduler drops them in its next step; then the update fails
 
 
@@ -85,6 +87,7 @@ class SglangApi:
         command += ["--log-level-http", "warning"] + ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
         command += [RETURN_EXPERTS] * launch.returns_experts
         command += ["--sampling-mask-max-tokens", str(launch.most_masked)] * bool(launch.most_masked)
+        command += ["--watchdog-timeout", WATCHDOG_SECONDS]
         command += ["--load-format", "dummy"] * launch.in_fp8 + ["--enable-metrics"] * launch.counts
         if launch.platform == "cpu":
             # SGLang cannot estimate the KV cache size on CPU; without --sleep-on-idle an idle server would keep a core busy.
@@ -103,6 +106,7 @@ class SglangApi:
             "HF_HUB_OFFLINE": "1",
             # A health check generates a token, with a time limit of 20 s by default: less than a round of weights may take.
             "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.heartbeat_timeout)),
+            "SGLANG_WARMUP_TIMEOUT": str(cfg.ready_seconds),  # of its first request, which compiles; 600 s by default
         }
         # Its processes rendezvous through a private file instead of a store without a key that listens on all interfaces.
         # With AMX SGLang names the shared memory after MASTER_ADDR and MASTER_PORT, so they are set, too.

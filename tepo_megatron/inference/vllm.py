@@ -8,6 +8,7 @@ binary.
 import base64
 import io
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -116,6 +117,9 @@ class VllmApi:
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": LOOPBACK,  # address of the sockets between its own processes
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # refuse pickles from sockets and routes
+            # Else its front end gives the engine up after 10 minutes of loading, and the engine its ranks after 5 of a step.
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(cfg.ready_seconds)),
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(cfg.request_seconds)),
         }
         if launch.returns_experts:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts

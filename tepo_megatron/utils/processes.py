@@ -111,6 +111,15 @@ def reap(process: "subprocess.Popen[Any]", seconds: float = KILLED_SECONDS) -> i
     return None
 
 
+def wait_for_signal(blocked: set[signal.Signals], seconds: float) -> int | None:
+    """Return the blocked signal that comes within `seconds`. A process that is stopped meanwhile has received none.
+
+    CPython 3.11 returns uninitialised memory when the time passes during the stop.
+    """
+    received = signal.sigtimedwait(blocked, seconds)
+    return received.si_signo if received is not None and received.si_signo in blocked else None
+
+
 @contextlib.contextmanager
 def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
     """Yield the present handlers of these signals, and restore them in the end."""

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from tepo_megatron.utils import scratch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.processes import die_with_parent, read_stat
+from tepo_megatron.utils.processes import die_with_parent, read_stat, wait_for_signal
 from tepo_megatron.utils.scratch import check_private
 
 # Limit since SIGTERM to the service: it stops its servers, which their guards end in any case; then SIGKILL
@@ -139,16 +139,16 @@ def end(folder: Path, seconds: float) -> None:
     scratch.sweep(folder.parent)  # a killed guard leaves the folder
 
 
-def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass_fds: Sequence[int]) -> None:
-    """Start a guard in a session of its own, which starts `command`."""
+def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass_fds: Sequence[int]) -> int:
+    """Start a guard in a session of its own, which starts `command`. Returns its pid."""
     files = ",".join(map(str, pass_fds))
     words = [sys.executable, "-P", "-m", __spec__.name, str(supervisor), str(folder), str(lock), files, *command]
-    subprocess.Popen(words, pass_fds=[lock, *pass_fds], start_new_session=True)
+    return subprocess.Popen(words, pass_fds=[lock, *pass_fds], start_new_session=True).pid
 
 
 def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callable[[], int]) -> None:
     """Run the service until it ends, this process gets SIGTERM, or the supervisor is gone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `sigtimedwait` receives them instead
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `wait_for_signal` receives them instead
     try:
         supervisor_end = os.pidfd_open(supervisor)
     except ProcessLookupError:
@@ -157,8 +157,7 @@ def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callabl
     service = start_service()
     replace_file(folder.path / PIDS, json.dumps([os.getpid(), service]).encode(), durable=False)
     while (status := _status(service)) is None and not select.select([supervisor_end], [], [], 0)[0]:
-        received = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
-        if received is not None and received.si_signo == signal.SIGTERM:
+        if wait_for_signal(_SIGNALS, _POLL_SECONDS) == signal.SIGTERM:
             break
     deadline = time.monotonic() + GRACE_SECONDS
     if status is None:

@@ -117,6 +117,8 @@ class ScriptedEngine:
     @torch.no_grad()
     def _sample(self, prompt: Prompt, right: bool) -> Rollout:
         text = f"\\boxed{{{prompt.answer if right else '99'}}}"
+        if self._behaviour == "programs":
+            text = f"```\nprint({'input()' if right else '99'})\n```"
         response = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
         ids = torch.tensor([*prompt.token_ids, *response])
         with self._weights:

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +19,12 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.grading import sandbox
+from tepo_megatron.inference.servers import guard
 from tepo_megatron.inference.servers.sleep import until
 from tepo_megatron.utils import loop as event_loop
 from tepo_megatron.utils.loop import LATE_SECONDS, LoopBlocked, LoopThread, time_limit
 from tepo_megatron.utils.processes import reap
+from tests import waiting
 
 LIMIT_SECONDS = 0.05
 
@@ -136,3 +140,17 @@ def test_a_program_that_ended_in_time_is_no_timeout(monkeypatch: pytest.MonkeyPa
     limits = sandbox.Limits(cpu_seconds=4, wall_seconds=10, memory_mib=256, processes=8)
     finished = sandbox.run([sandbox.PROGRAM], {sandbox.PROGRAM: b"print('right')"}, b"", limits)
     assert (finished.why, finished.stdout) == ("exited", b"right\n")
+
+
+def test_a_guard_that_was_suspended_keeps_its_server() -> None:
+    words = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), "0", "-", "sleep", "600"]
+    with subprocess.Popen(words) as process:
+        try:
+            waiting.until(lambda: [child.name() for child in psutil.Process(process.pid).children()] == ["sleep"])
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(1.5 * guard.OWNER_CHECK_SECONDS)
+            process.send_signal(signal.SIGCONT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2 * guard.OWNER_CHECK_SECONDS)
+        finally:
+            process.terminate()

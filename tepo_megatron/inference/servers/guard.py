@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from tepo_megatron.utils import scratch
-from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat, reap
+from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat, reap, wait_for_signal
 from tepo_megatron.weight_sync.receiver.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -75,7 +75,7 @@ class SharedMemorySegments:
 
 def main(owner: int, grace_seconds: float, folder: Path | None, command: list[str]) -> int:
     """Run `command` until it ends, a signal asks to end it (SIGTERM, SIGINT, SIGHUP or AT_ONCE), or the owner is gone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `sigtimedwait` receives them instead
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `wait_for_signal` receives them instead
     # Orphans of the tree become children of the guard, so that `_end` can wait for the last of them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     me = read_stat(os.getpid())
@@ -90,9 +90,9 @@ def main(owner: int, grace_seconds: float, folder: Path | None, command: list[st
     segments = SharedMemorySegments(folder)
     while server.poll() is None and os.getppid() == owner:
         segments.note_if_due()
-        received = signal.sigtimedwait(_SIGNALS, OWNER_CHECK_SECONDS)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            grace_seconds = 0.0 if received.si_signo == AT_ONCE else grace_seconds
+        received = wait_for_signal(_SIGNALS, OWNER_CHECK_SECONDS)
+        if received not in (None, signal.SIGCHLD):
+            grace_seconds = 0.0 if received == AT_ONCE else grace_seconds
             break
     code = _end(server, grace_seconds, segments)
     if os.getppid() != owner and folder is not None:

@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.io import to_yaml, validate
+from tepo_megatron.controller import service_start
 from tepo_megatron.controller.driver import ServiceDriver
 from tepo_megatron.controller.messages import Waited
 from tepo_megatron.controller.service_client import ServiceClient
 from tepo_megatron.controller.service_start import ForkedProcess, start_service
 from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.errors import DataError, RolloutError
+from tepo_megatron.utils import progress, service_guard
 from tests.waiting import lives, until
 
 HTTP_AND_TEXT = ("httpx", "aiohttp", "msgspec", "transformers", "tokenizers", "math_verify", "datasets", "pyarrow")
@@ -55,6 +57,30 @@ def test_the_service_imports_no_trainer() -> None:
 def service(silence_seconds: float = 60.0) -> Iterator[ServiceClient]:
     with start_service(silence_seconds) as client:
         yield client
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard is stuck after 2 s instead of 300 s."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(service_start, "STUCK_SECONDS", 2.0)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.2)
+
+
+@pytest.mark.slow
+def test_a_guard_that_starts_slowly_is_waited_for(impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "python"
+    slow.write_text(f"#!/bin/sh\ntimeout 5 sh -c 'while :; do :; done'\nexec {sys.executable} \"$@\"\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with start_service(60.0, supervisor=os.getpid()) as client:
+        client.call("ping")
+
+
+def test_a_guard_that_ends_in_its_start_is_noticed(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_guard, "start", lambda *_: subprocess.Popen(["false"]).pid)
+    with pytest.raises(RolloutError, match="ended in its start"), start_service(60.0, supervisor=os.getpid()):
+        pass
 
 
 def config(folder: Path, **sections: Any) -> Any:

@@ -47,6 +47,13 @@ class ChatApi:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatApi]:
     monkeypatch.setattr(judging, "BACKOFF_SECONDS", 0.02)
+    with serve() as served:
+        yield served
+
+
+@contextmanager
+def serve() -> Iterator[ChatApi]:
+    """Serve in a thread of this process."""
     served, loop = ChatApi(), LoopThread("judge's server")
     app = web.Application()
     app.router.add_post("/v1/chat/completions", served.complete)

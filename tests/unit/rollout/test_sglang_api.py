@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,9 @@ def launch(folder: Path, precision: Any = "fp32") -> LaunchSpec:
     return LaunchSpec(folder, max_model_len=64, platform="cpu", precision=precision, seed=0)
 
 
+CUDA = LaunchSpec(Path("model"), max_model_len=64, platform="cuda", precision="bf16", seed=0)
+
+
 def command(cfg: ServerConfig, launch: LaunchSpec) -> list[str]:
     return SglangApi().command(cfg, launch, port=1)
 
@@ -99,6 +103,13 @@ def test_the_key_and_torchrun_stay_where_they_belong(tmp_path: Path) -> None:
     inherited = {"PATH": "/bin", "RANK": "0", "MASTER_PORT": "29500"}
     env = SglangApi().environment(ServerConfig(), launch(tmp_path), inherited, "sekrit")
     assert "sekrit" in env.values() and env["PATH"] == "/bin" and "RANK" not in env and env["MASTER_PORT"] != "29500"
+
+
+def test_it_gives_nothing_up_before_its_run_does(tmp_path: Path) -> None:
+    cfg = ServerConfig(ready_seconds=3600.5, heartbeat_timeout=90.5, python=sys.executable)
+    env, words = SglangApi().environment(cfg, launch(tmp_path), {}, "key"), command(cfg, CUDA)
+    assert (env["SGLANG_WARMUP_TIMEOUT"], env["SGLANG_HEALTH_CHECK_TIMEOUT"]) == ("3600.5", "91")
+    assert float(words[words.index("--watchdog-timeout") + 1]) > 365 * 86400
 
 
 def test_the_key_is_hidden_from_the_log(caplog: pytest.LogCaptureFixture) -> None:

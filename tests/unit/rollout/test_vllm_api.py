@@ -136,3 +136,9 @@ def test_the_key_and_torchrun_stay_where_they_belong() -> None:
     assert env["VLLM_API_KEY"] == "sekrit" and env["PATH"] == "/bin"
     assert not env.keys() & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     assert "OMP_NUM_THREADS" not in VllmApi().environment(ServerConfig(), CUDA, inherited, "sekrit")
+
+
+def test_it_gives_nothing_up_before_its_run_does() -> None:
+    env = VllmApi().environment(ServerConfig(ready_seconds=3600.5, request_seconds=900.0), CUDA, {}, "key")
+    limits = env["VLLM_ENGINE_READY_TIMEOUT_S"], env["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]
+    assert limits == ("3601", "900")
