@@ -24,7 +24,7 @@ HEAD = """# Limits of time
 Made by `python -m tools.limits_reference` from the comments of the constants and keys; a test compares. Each default fits a run
 of a 14B model with responses of 32k tokens on 64 GPUs, whose start and whose steps take half an hour each, on a cold network
 file system. `Then` names the message or what happens. **A start** is given up earlier only when its process ends or, for
-inference servers, makes no progress; its limit is an upper bound. A collective of training waits for
+servers, graders and the rollout service, makes no progress; its limit is an upper bound. A collective of training waits for
 `parallel.start_seconds` at least, but `parallel.timeout_seconds` ends the run first.
 
 | limit | counted from | default | why it is enough | key | then |
