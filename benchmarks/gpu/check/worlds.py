@@ -138,6 +138,8 @@ def _wait(world: Ranks, files: Sequence[Path], seconds: float) -> str:
 
 def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
     """Run in each rank: train each config whose world has this rank, and write what `cases.train_steps` returns."""
+    from tepo_megatron.distributed import parallel  # imports Megatron-Core
+
     store, _, _ = next(rendezvous("env://", rank, int(os.environ["WORLD_SIZE"])))
     for number, (cfg, batches) in enumerate(work):
         size = cfg.parallel.world_size
@@ -149,6 +151,7 @@ def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
             own = dist.PrefixStore(f"job{number}", store)  # the keys of an earlier world are still in the store
             dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
             found = cases.train_steps(rank, cfg, batches)
+            parallel.shutdown()  # the next job has a mesh of its own
         except BaseException:
             partial = folder / f"{number}-{rank}.partial"
             partial.write_text(f"{time.time()} rank {rank}:\n{traceback.format_exc()}")
