@@ -2,7 +2,7 @@
 SHELL := bash
 # The first of these that is there, with venv and a wheel of every pin.
 PYTHON ?= python3.11 python3.12 python3.13
-FOUND   = $(firstword $(foreach python,$(PYTHON),$(shell $(python) -c "import ensurepip, venv" 2>/dev/null && echo $(python))))
+FIRST_PYTHON = $(firstword $(foreach python,$(PYTHON),$(shell $(python) -c "import ensurepip, venv" 2>/dev/null && echo $(python))))
 GPU_PYTHON ?= python
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -42,7 +42,7 @@ UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*
 # The GPU images' Megatron-Core requires Python 3.12. Where 3.12 or a torch for it is missing, 3.11 is used without that guard.
 PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
-  && echo python3.12 || echo $(FOUND))
+  && echo python3.12 || echo $(FIRST_PYTHON))
 
 .PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow check lint types format pins clean
@@ -249,7 +249,7 @@ $(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
 
 # Resolve the pins again.
 pins:
-	test -x $(BIN)/uv || ($(FOUND) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
+	test -x $(BIN)/uv || ($(FIRST_PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
 	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --no-emit-package tepo-megatron --override requirements/overrides.txt \
 	  --extra cpu --group dev pyproject.toml -o requirements/cpu.txt

@@ -16,7 +16,7 @@ for python in $PYTHON; do
     echo "$sum" > "$folder/.ready"
     exit 0
   fi
-  echo "$python: some package of $pins cannot be installed (see above)"
+  echo "$("$folder/bin/python" --version): some package of $pins cannot be installed (see above)"
   rm -rf "$folder"
 done
 echo "no Python of '$PYTHON' has venv and every package of $pins: install one, or give make PYTHON=..."

@@ -55,8 +55,9 @@ def train(
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
     kept_by = supervisor() if cfg.restarts_ranks else None
-    given = cfg.parallel.heartbeat_timeout, make_engine, kept_by, cfg.parallel.start_seconds
-    with start_service(*given) if is_main else contextlib.nullcontext() as service:
+    limits = {"silence_seconds": cfg.parallel.heartbeat_timeout, "start_seconds": cfg.parallel.start_seconds}
+    started = start_service(**limits, make_engine=make_engine, supervisor=kept_by) if is_main else contextlib.nullcontext()
+    with started as service:
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tepo_megatron.limits import START_SECONDS
 from tools.config_reference import sections
 
 ROOT = Path(__file__).parents[1]
@@ -54,8 +55,8 @@ class Duration:
     @property
     def facts(self) -> dict[str, str] | None:
         """Return the facts of a limit; None if its comment has none."""
-        found = FACTS.search(self.comment)
-        return None if found is None else {k: v or "" for k, v in found.groupdict().items()}
+        facts = FACTS.search(self.comment)
+        return None if facts is None else {name: text or "" for name, text in facts.groupdict().items()}
 
     @property
     def is_interval(self) -> bool:
@@ -66,8 +67,8 @@ class Duration:
 def durations() -> list[Duration]:
     """Return all constants and keys of seconds of the package and of launch/, constants first."""
     files = [path for place in ("tepo_megatron", "launch") for path in sorted((ROOT / place).rglob("*.py"))]
-    found = [duration for path in files for duration in _of_file(path)]
-    return sorted(found, key=lambda each: each.is_key, reverse=True)
+    each_file = [duration for path in files for duration in _of_file(path)]
+    return sorted(each_file, key=lambda each: each.is_key, reverse=True)
 
 
 def _of_file(path: Path) -> Iterator[Duration]:
@@ -115,7 +116,8 @@ def _value(node: ast.expr) -> str:
         return f"{float(both[1]):g} s (CPU), {float(both[2]):g} s (CUDA)"
     if days := re.match(r"datetime.timedelta\(days=(\d+)\)", text):
         return f"{days[1]} days"
-    return f"{float(text):g} s" if re.fullmatch(r"[\d.]+", text) else "3600 s" if text == "START_SECONDS" else f"`{text}`"
+    text = str(START_SECONDS) if text == "START_SECONDS" else text
+    return f"{float(text):g} s" if re.fullmatch(r"[\d.]+", text) else f"`{text}`"
 
 
 def page() -> str:

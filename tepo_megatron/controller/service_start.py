@@ -98,9 +98,9 @@ class GuardedService:
 @contextlib.contextmanager
 def start_service(
     silence_seconds: float,
+    start_seconds: float = START_SECONDS,
     make_engine: "EngineFactory | None" = None,
     supervisor: int | None = None,
-    start_seconds: float = START_SECONDS,
 ) -> Iterator[ServiceClient]:
     """Yield a client of the rollout service. A new service imports its modules meanwhile and waits for the call `open`.
 
@@ -113,8 +113,9 @@ def start_service(
         client = ServiceClient(connection, process, silence_seconds, start_seconds)
     else:
         folder = service_guard.folder_of(supervisor)
-        limits = silence_seconds, start_seconds
-        client = _find(folder, *limits) or _start_kept(folder, supervisor, *limits, make_engine)
+        client = _find(folder, silence_seconds, start_seconds) or _start_kept(
+            folder, supervisor, silence_seconds, start_seconds, make_engine
+        )
     try:
         yield client
     except BaseException:

@@ -25,11 +25,11 @@ EXCEPTIONS = {
 
 
 def test_every_wait_has_a_limit() -> None:
-    found = {(wait.path, wait.function): f"{wait.path}:{wait.line}: {wait.text}" for wait in all_unlimited()}
-    assert [text for key, text in found.items() if key not in EXCEPTIONS] == [], (
+    waits = {(wait.path, wait.function): f"{wait.path}:{wait.line}: {wait.text}" for wait in all_unlimited()}
+    assert [text for key, text in waits.items() if key not in EXCEPTIONS] == [], (
         "give it a time limit, and an error with a name"
     )
-    assert sorted(EXCEPTIONS.keys() - found.keys()) == [], "these exceptions are not needed"
+    assert sorted(EXCEPTIONS.keys() - waits.keys()) == [], "these exceptions are not needed"
     assert len(EXCEPTIONS) <= 10
 
 

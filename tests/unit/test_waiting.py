@@ -22,7 +22,7 @@ from tepo_megatron.grading import sandbox
 from tepo_megatron.inference.servers import guard
 from tepo_megatron.inference.servers.sleep import until
 from tepo_megatron.utils import loop as event_loop
-from tepo_megatron.utils.loop import LATE_SECONDS, LoopBlocked, LoopThread, time_limit
+from tepo_megatron.utils.loop import LATE_SECONDS, LoopThread, time_limit
 from tepo_megatron.utils.processes import reap
 from tests import waiting
 
@@ -67,54 +67,48 @@ async def _slow(seconds: float) -> str:
     return "done"
 
 
+@pytest.mark.slow
 def test_a_slow_coroutine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 2.0)  # within which a busy machine lets the loop make a turn
     thread = LoopThread("grading")
-    assert thread.run(_slow(1.0)) == "done"
+    assert thread.run(_slow(5.0)) == "done"
     thread.stop()
 
 
 def test_a_blocked_event_loop_is_named_by_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 0.1)
-    thread, released, errors = LoopThread("grading"), threading.Event(), list[LoopBlocked]()
+    thread, released = LoopThread("grading"), threading.Event()
 
     async def blocking() -> None:
         released.wait(60)
 
-    def ask() -> None:
-        try:
-            thread.run(blocking())
-        except LoopBlocked as e:
-            errors.append(e)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(10)
+    error = waiting.error_of(lambda: thread.run(blocking()), seconds=10)
     released.set()
-    assert [str(e) for e in errors] == [f"the event loop grading has not run for 0.1 s; {blocking.__qualname__} waits in it"]
+    assert error == f"the event loop grading has not run for 0.1 s; {blocking.__qualname__} waits in it"
     monkeypatch.setattr(event_loop, "BLOCKED_SECONDS", 10.0)
     thread.stop()
 
 
+@pytest.mark.slow
 def test_servers_that_do_not_change_are_named() -> None:
-    """Each change starts the wait anew."""
+    """Each change begins another wait. A busy machine may be 1.5 s late."""
 
     async def waited(changes: int) -> float:
         changed, begun = asyncio.Condition(), time.monotonic()
 
         async def change() -> None:
             for _ in range(changes):
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.5)
                 async with changed:
                     changed.notify_all()
 
         changing = asyncio.create_task(change())
-        with pytest.raises(RolloutError, match=r"servers do not start: nothing has changed for 0\.4 s"):
-            await until(changed, lambda: False, 0.4, "servers do not start")
+        with pytest.raises(RolloutError, match=r"servers do not start: nothing has changed for 2 s"):
+            await until(changed, lambda: False, 2.0, "servers do not start")
         await changing
         return time.monotonic() - begun
 
-    assert asyncio.run(waited(4)) > 1.1
+    assert asyncio.run(waited(4)) > 3.9
 
 
 def test_a_process_that_the_kernel_does_not_end_is_left_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,8 +59,8 @@ def bare_seconds(tree: ast.AST) -> Iterator[ast.Call]:
 
 def test_limits_are_named_constants() -> None:
     files = [path for place in ("tepo_megatron", "launch") for path in sorted(Path(place).rglob("*.py"))]
-    found = [(str(f), call.lineno, ast.unparse(call)) for f in files for call in bare_seconds(ast.parse(f.read_text()))]
-    assert [row for row in found if "_LIMIT" not in Path(row[0]).read_text().splitlines()[row[1] - 1]] == []
+    calls = [(str(f), call.lineno, ast.unparse(call)) for f in files for call in bare_seconds(ast.parse(f.read_text()))]
+    assert [row for row in calls if "_LIMIT" not in Path(row[0]).read_text().splitlines()[row[1] - 1]] == []
 
 
 @pytest.mark.parametrize("call", ["f(timeout=5)", "timedelta(seconds=120)", "s.settimeout(2)", "asyncio.timeout(3.0)"])

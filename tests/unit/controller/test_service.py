@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -26,7 +25,7 @@ from tepo_megatron.controller.service_start import ForkedProcess, start_service
 from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.errors import DataError, RolloutError
 from tepo_megatron.utils import progress, service_guard
-from tests.waiting import lives, until
+from tests.waiting import error_of, lives, until
 
 HTTP_AND_TEXT = ("httpx", "aiohttp", "msgspec", "transformers", "tokenizers", "math_verify", "datasets", "pyarrow")
 ROLLOUT_SIDE = ("data", "evaluation", "grading", "rewards", "rollout", "report", "inference.servers", "inference.vllm")
@@ -175,22 +174,13 @@ def test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives(monke
 
 
 def test_a_service_that_stops_within_an_answer_is_noticed() -> None:
-    (ours, theirs), process, errors = Pipe(), subprocess.Popen(["sleep", "60"]), list[RolloutError]()
+    (ours, theirs), process = Pipe(), subprocess.Popen(["sleep", "60"])
     client = ServiceClient(ours, process, 0.5, 0.5)
     os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first bytes")
-
-    def call() -> None:
-        try:
-            client.call("best_step")
-        except RolloutError as e:
-            errors.append(e)
-
-    calling = threading.Thread(target=call, daemon=True)
-    calling.start()
-    calling.join(20)
+    error = error_of(lambda: client.call("best_step"), seconds=20)
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
-    assert len(errors) == 1 and "for 0.5 s, in the call best_step" in str(errors[0])
+    assert error is not None and "for 0.5 s, in the call best_step" in error
 
 
 @pytest.mark.slow
