@@ -242,6 +242,7 @@ def _wait(
             for key, _ in events:
                 if key.fileobj == end:
                     selector.unregister(end)
+                    deadline = max(deadline, time.monotonic() + _END_SECONDS)  # others that hold the pipes are being killed
                 elif process.stdin is not None and key.fileobj is process.stdin:
                     unsent = _written(process.stdin, unsent)
                     if not unsent:

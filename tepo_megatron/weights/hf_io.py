@@ -138,6 +138,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix:
                 "free some space (in a container, /dev/shm grows with --shm-size)"
             ) from None
         written[file] = list(bucket)
+        bucket.clear()  # before the next is filled
     return written
 
 

@@ -306,7 +306,7 @@ def peak_of(rank: int, words: list[str]) -> int:
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Forty layers instead of two, 800 MB instead of 40: the peak grows by less than a tenth of that, and one exported file."""
+    """Forty layers instead of two, 800 MB instead of 40: the peak grows by less than a twentieth of that, and one exported file."""
     peaks = {}
     for layers in (2, 40):
         config = CONFIG | {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": layers, "vocab_size": 1024}
@@ -318,8 +318,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         ):
             peaks[words[0], layers] = run_world(1, peak_of, words)[0] * 1024
     size = sum(p.stat().st_size for p in (tmp_path / "40/hf").iterdir())
-    assert peaks["import", 40] - peaks["import", 2] < size / 10
-    assert peaks["export", 40] - peaks["export", 2] < size / 10 + 2**26
+    assert peaks["import", 40] - peaks["import", 2] < size / 20
+    assert peaks["export", 40] - peaks["export", 2] < size / 20 + 2**26
 
 
 @pytest.mark.full
