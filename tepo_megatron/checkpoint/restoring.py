@@ -144,7 +144,8 @@ def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes
     """Return the content of run.json, on one line."""
     numbers = {"adam_step": optimizer.adam_steps(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
-    return json.dumps(content).encode()  # with an indent this would take ten times as long
+    stops = {"stop_token_ids": actor.cfg.rollout.stop_token_ids}  # of the models that are exported from it
+    return json.dumps(content | stops).encode()  # with an indent this would take ten times as long
 
 
 def rng_name(rank: int, ranks: int) -> str:

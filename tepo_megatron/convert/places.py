@@ -1,9 +1,10 @@
 """Find the directories that the user names on the command line."""
 
+import json
 import re
 from pathlib import Path
 
-from tepo_megatron.config.io import read_layers
+from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.convert import HF_FOLDER
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.weights.hf_io import carried_files
@@ -76,8 +77,6 @@ def carried_folder(checkpoint: Path, base: Path | None) -> Path:
 
 
 def stop_tokens_of_run(checkpoint: Path) -> list[int]:
-    """Return `rollout.stop_token_ids` of the run in whose folder this checkpoint lies; none if it lies elsewhere."""
-    config = checkpoint.resolve().parents[1] / "config.yaml"
-    if not (_STEP.fullmatch(checkpoint.resolve().name) and config.exists()):
-        return []
-    return list((read_layers(config).tree.get("rollout") or {}).get("stop_token_ids") or [])
+    """Return `rollout.stop_token_ids` of the run that saved this checkpoint; none if an import or another trainer made it."""
+    run = checkpoint / RUN
+    return json.loads(run.read_bytes()).get("stop_token_ids", []) if run.exists() else []

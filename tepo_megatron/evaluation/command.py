@@ -1,12 +1,12 @@
 """`tepo evaluate`: evaluate a model on benchmarks, with an engine started for it or on running servers."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from tepo_megatron.config import AnswerTermConfig, Benchmark, Config, ModelConfig, RolloutConfig
+from tepo_megatron.config import AnswerTermConfig, Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions, tokenizer_digests
@@ -105,18 +105,13 @@ def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: En
     return out
 
 
-def _check_lengths(model: ModelConfig, rollout: RolloutConfig, lengths: Mapping[str, int]) -> None:
-    """Raise ConfigError if a problem with its response exceeds the model's positions or the engine's cache."""
-    hf_config = read_config(model.path)
-    check_positions(find_family(hf_config), hf_config, lengths)
-    check_cache(rollout, Path(model.path), model.dtype, lengths)
-
-
 def _evaluate(
     cfg: Config, request: EvaluationRequest, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
 ) -> EvaluationFolder:
-    keys = "data.max_prompt_tokens + evaluation.benchmark_tokens"
-    _check_lengths(cfg.model, cfg.rollout, {keys: cfg.lengths[keys]})
+    keys, hf_config = "data.max_prompt_tokens + evaluation.benchmark_tokens", read_config(cfg.model.path)
+    lengths = {keys: cfg.lengths[keys]}
+    check_positions(find_family(hf_config), hf_config, lengths)
+    check_cache(cfg.rollout, Path(cfg.model.path), cfg.model.dtype, lengths)
     tokenizer = load_tokenizer(cfg.model.path, out)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +97,6 @@ def test_there_and_back_is_bitwise(tmp_path: Path, tied: bool, dtype: str) -> No
     assert index["weight_map"].keys() == tensors(back).keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(back).values())
     assert {p.name for p in tmp_path.iterdir()} == {"hf", "megatron", "back"}
-
-
-def test_an_export_stops_where_the_run_stopped(tmp_path: Path) -> None:
-    """A checkpoint in the folder of a run: engines read the stop tokens of generation_config.json."""
-    tiny_qwen3(tmp_path / "hf", vocab_size=VOCAB)
-    advice = tmp_path / "hf" / "generation_config.json"
-    advice.write_text(json.dumps({"eos_token_id": 5, "top_k": 20}))
-    step = tmp_path / "run" / "checkpoints" / "step-00000003"
-    succeed("import", "--hf", tmp_path / "hf", "--out", step)
-    for number, (stops, expected) in enumerate([("[]", 5), ("[7, 3]", [2, 3, 5, 7])]):
-        (tmp_path / "run" / "config.yaml").write_text(f"rollout: {{stop_token_ids: {stops}}}\n")
-        succeed("export", "--megatron", step.parent, "--out", tmp_path / f"out{number}")
-        found = json.loads((tmp_path / f"out{number}" / "generation_config.json").read_text())
-        assert found == {"eos_token_id": expected, "top_k": 20}
 
 
 @pytest.mark.parametrize(
@@ -296,9 +283,14 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_optimizer(tmp_path: Path)
 
     hf = tmp_path / "hf"
     tiny_qwen3(hf, layers=4, vocab_size=VOCAB)
-    run_world(4, train_and_save, cases.run_config(hf, {"tp": 2, "dp": 2}), tmp_path / "checkpoints")
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": 5, "top_k": 20}))
+    cfg = cases.run_config(hf, {"tp": 2, "dp": 2})
+    cfg = replace(cfg, rollout=replace(cfg.rollout, stop_token_ids=[7, 3]))
+    run_world(4, train_and_save, cfg, tmp_path / "checkpoints")
     succeed("export", "--megatron", tmp_path / "checkpoints", "--out", tmp_path / "back", "--hf", hf)
     assert_same(tensors(tmp_path / "back"), tensors(hf))
+    stops = {"eos_token_id": [2, 3, 5, 7], "top_k": 20}  # engines end a response where the run did
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == stops
     output = succeed("inspect", tmp_path / "checkpoints")
     assert "iteration: 7" in output and "(optimizer state)" in output
 
