@@ -2,18 +2,21 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Container, Mapping
+from typing import Protocol, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
-from tepo_megatron.observability.metrics_server import MetricFamily, as_text, merge_servers, of_step
+from tepo_megatron.observability.metrics_server import as_text, merged, of_step, parsed
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.rollout.containment import FAILURE_KINDS
 
 # Limit since a request of Prometheus, which waits 10 s: servers answer in milliseconds; then without their metrics
 SERVER_SECONDS = 2.0
 Counts = Callable[[], Mapping[str, int]]
+_Kind = TypeVar("_Kind", GaugeMetricFamily, CounterMetricFamily)
 # gauge of a server -> its meaning, and its value
 _OF_A_SERVER: dict[str, tuple[str, Callable[[ServerReport], float]]] = {
     "tepo_server_requests_in_flight": ("requests in flight on a server", lambda one: one.in_flight),
@@ -50,9 +53,9 @@ class LiveMetrics:
         self._lost = dict.fromkeys(FAILURE_KINDS, 0.0)
         facts = {"run": run, "engine": engine_name, "platform": platform, "objective": objective}
         self._fixed = [
-            MetricFamily("tepo_run_info", "gauge", "always 1; the labels describe the run", [(facts, 1.0)]),
-            MetricFamily("tepo_ranks", "gauge", "ranks that train", [({}, ranks)]),
-            MetricFamily("tepo_steps", "gauge", "steps of the whole run", [({}, steps)]),
+            InfoMetricFamily("tepo_run", "always 1; the labels describe the run", facts),
+            GaugeMetricFamily("tepo_ranks", "ranks that train", ranks),
+            GaugeMetricFamily("tepo_steps", "steps of the whole run", steps),
         ]
 
     def record(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -64,63 +67,53 @@ class LiveMetrics:
 
     def text(self) -> str:
         """Return all metrics as text. A server that does not answer is left out of it."""
-        texts: Mapping[str, str] = {}
         shown = [*self._fixed, *self._now()]
         if self._engine is not None:
             report = self._engine.report(SERVER_SECONDS)
-            shown += _of_engine(report)
-            texts = report.texts
-        return as_text(shown) + merge_servers(texts)
+            servers = {name: metrics for name, text in report.texts.items() if (metrics := parsed(text))}
+            shown += [*_of_engine(report, servers), *merged(servers)]
+        return as_text(shown)
 
-    def _now(self) -> list[MetricFamily]:
+    def _now(self) -> list[Metric]:
         with self._lock:
             step, record, recorded, lost = self._step, self._record, self._recorded, dict(self._lost)
-        found = [
-            MetricFamily("tepo_step", "gauge", "number of the last step", [({}, step)]),
-            MetricFamily(
-                "tepo_start_time_seconds", "gauge", "when the rollout service started, Unix time", [({}, self._started)]
-            ),
-            MetricFamily(
-                "tepo_samples_lost_total", "counter", "samples lost since the start, by reason", _labelled("reason", lost)
-            ),
-            MetricFamily(
-                "tepo_gateway_events_total", "counter", "events of agents' samples", _labelled("event", self._counts())
-            ),
+        metrics = [
+            GaugeMetricFamily("tepo_step", "number of the last step", step),
+            GaugeMetricFamily("tepo_start_time_seconds", "when the rollout service started, Unix time", self._started),
+            _labelled(CounterMetricFamily, "tepo_samples_lost", "samples lost since the start, by reason", "reason", lost),
+            _labelled(CounterMetricFamily, "tepo_gateway_events", "events of agents' samples", "event", self._counts()),
         ]
         if self._progress is not None:
             done, wanted = self._progress.useful, self._progress.wanted
-            found.append(
-                MetricFamily("tepo_groups_done", "gauge", "groups of the present batch that are complete", [({}, done)])
-            )
-            found.append(MetricFamily("tepo_groups_wanted", "gauge", "groups that the present batch needs", [({}, wanted)]))
+            metrics.append(GaugeMetricFamily("tepo_groups_done", "groups of the present batch that are complete", done))
+            metrics.append(GaugeMetricFamily("tepo_groups_wanted", "groups that the present batch needs", wanted))
         if recorded:
             active = {rule.name: float(record.get(key_of(rule.name)) or 0.0) for rule in RULES}
-            found.append(MetricFamily("tepo_last_step_time_seconds", "gauge", "when the last step ended", [({}, recorded)]))
-            found.append(MetricFamily("tepo_alert_active", "gauge", "1 while an alert is active", _labelled("alert", active)))
+            metrics.append(GaugeMetricFamily("tepo_last_step_time_seconds", "when the last step ended", recorded))
+            metrics.append(_labelled(GaugeMetricFamily, "tepo_alert_active", "1 while an alert is active", "alert", active))
         plain = {key: value for key, value in record.items() if not key.startswith(key_of(""))}
-        return found + of_step(plain)
+        return metrics + of_step(plain)
 
 
-def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[Mapping[str, str], float]]:
-    return [({label: name}, value) for name, value in values.items()]
+def _labelled(kind: type[_Kind], name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    metric = kind(name, text, labels=[label])
+    for key, value in values.items():
+        metric.add_metric([key], value)
+    return metric
 
 
-def _of_engine(report: EngineReport) -> list[MetricFamily]:
-    states: dict[str, float] = {state: float(sum(server.state == state for server in report.servers)) for state in STATES}
-    restarts = {server.name: float(server.restarts) for server in report.servers}
+def _of_engine(report: EngineReport, answered: Container[str]) -> list[Metric]:
+    states: dict[str, float] = {state: sum(server.state == state for server in report.servers) for state in STATES}
+    restarts = {server.name: server.restarts for server in report.servers}
+    answers = {server.name: float(server.name in answered) for server in report.servers}
     return [
-        MetricFamily("tepo_servers", "gauge", "inference servers, by state", _labelled("state", states)),
-        MetricFamily("tepo_requests_queued", "gauge", "requests that wait for a server", [({}, report.queued)]),
-        MetricFamily("tepo_weights_version", "gauge", "version of the weights that are to be served", [({}, report.version)]),
-        MetricFamily("tepo_server_restarts_total", "counter", "restarts of a server", _labelled("server", restarts)),
-        MetricFamily(
-            "tepo_server_answered",
-            "gauge",
-            "1 if this server's own metrics are below",
-            _labelled("server", {server.name: float(server.name in report.texts) for server in report.servers}),
-        ),
+        _labelled(GaugeMetricFamily, "tepo_servers", "inference servers, by state", "state", states),
+        GaugeMetricFamily("tepo_requests_queued", "requests that wait for a server", report.queued),
+        GaugeMetricFamily("tepo_weights_version", "version of the weights that are to be served", report.version),
+        _labelled(CounterMetricFamily, "tepo_server_restarts", "restarts of a server", "server", restarts),
+        _labelled(GaugeMetricFamily, "tepo_server_answered", "1 if this server's own metrics are below", "server", answers),
         *(
-            MetricFamily(name, "gauge", text, _labelled("server", {server.name: value(server) for server in report.servers}))
+            _labelled(GaugeMetricFamily, name, text, "server", {server.name: value(server) for server in report.servers})
             for name, (text, value) in _OF_A_SERVER.items()
         ),
     ]

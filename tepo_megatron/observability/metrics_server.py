@@ -1,8 +1,7 @@
 """The HTTP endpoint that Prometheus reads: `GET /metrics` with the run's key.
 
 It writes two files into the run's folder: the key (`metrics.key`, readable by its owner only), for `credentials_file` of a
-scrape config, and the address (`metrics_targets.json`), in the form that `file_sd_configs` reads. The text has format 0.0.4
-(https://prometheus.io/docs/instrumenting/exposition_formats/), and names by a rule:
+scrape config, and the address (`metrics_targets.json`), in the form that `file_sd_configs` reads. Names follow a rule:
 
     key of a step's record    name
     reward/mean               tepo_step_reward_mean
@@ -12,17 +11,21 @@ scrape config, and the address (`metrics_targets.json`), in the form that `file_
 import contextlib
 import hmac
 import json
-import math
 import os
 import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import cast
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.atomic import replace_file
@@ -32,25 +35,9 @@ KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
 ROUTE = "/metrics"
 MOST_CONNECTIONS = 8  # at once; further ones are closed
 SILENT_SECONDS = 10.0  # limit since the connection of a client: a request is one line; then the connection is closed
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tepo_"  # of all names of ours; servers may not use it
 STEP_PREFIX = "tepo_step_"
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
-_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
-_SAMPLE = re.compile(rf"({_NAME})(?:\{{((?:{_LABEL})(?:,{_LABEL})*)?,?\}})? +([0-9eE.+-]+|NaN|[+-]?Inf)(?: +-?[0-9]+)?")
-_HEADER = re.compile(rf"# (HELP|TYPE) ({_NAME})(?: (.*))?")
-_SERVER_LABEL = re.compile(r'(^|,)server=(?="(?:[^"\\\n]|\\.)*"(?:,|$))')
-
-
-@dataclass(frozen=True)
-class MetricFamily:
-    """A metric with all of its samples."""
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    text: str
-    samples: Sequence[tuple[Mapping[str, str], float]]
 
 
 def step_name(key: str) -> str:
@@ -58,70 +45,43 @@ def step_name(key: str) -> str:
     return STEP_PREFIX + _NOT_A_NAME.sub("_", key)
 
 
-def of_step(record: Mapping[str, float | None]) -> list[MetricFamily]:
+def of_step(record: Mapping[str, float | None]) -> list[Metric]:
     """Return one gauge for each value of a step's record that was measured."""
     return [
-        MetricFamily(step_name(key), "gauge", f"{key} of the last step", [({}, value)])
+        GaugeMetricFamily(step_name(key), f"{key} of the last step", value)
         for key, value in record.items()
         if value is not None
     ]
 
 
-def as_text(found: Iterable[MetricFamily]) -> str:
-    """Return metrics as text, those without samples left out."""
-    lines = []
-    for family in found:
-        if family.samples:
-            lines += [f"# HELP {family.name} {_escaped_help(family.text)}", f"# TYPE {family.name} {family.kind}"]
-            lines += [f"{family.name}{_braces(labels)} {_number(value)}" for labels, value in family.samples]
-    return "".join(line + "\n" for line in lines)
+def as_text(metrics: Iterable[Metric]) -> str:
+    """Return metrics as Prometheus reads them."""
+    return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: metrics))).decode()
 
 
-def _braces(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
+def parsed(text: str) -> list[Metric]:
+    """Return a server's metrics; none if its text is not of the format, so that a faulty server cannot break the others'."""
+    try:
+        return list(text_string_to_metric_families(text))
+    except (ValueError, IndexError):
+        return []
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def merged(servers: Mapping[str, Sequence[Metric]]) -> list[Metric]:
+    """Return the metrics of several servers as one, in which each sample has a label `server`.
 
-
-def _escaped_help(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return repr(float(value)) if math.isfinite(value) else ("+Inf" if value > 0 else "-Inf")
-
-
-@dataclass
-class _ServerFamily:
-    headers: dict[str, str] = field(default_factory=dict)
-    samples: list[str] = field(default_factory=list)
-
-
-def merge_servers(texts: Mapping[str, str]) -> str:
-    """Return the metrics of several servers as one text, in which each sample has a label `server`.
-
-    A server's own label of that name becomes `exported_server`. Lines that are not of the format, and names that begin with
-    `tepo_`, are left out, so a faulty server can neither break the text nor report for the run.
+    A server's own label of that name becomes `exported_server`. Names that begin with `tepo_` are left out: no server reports
+    for the run.
     """
-    found: dict[str, _ServerFamily] = {}
-    for server, text in texts.items():
-        current = ""
-        for line in text.split("\n"):
-            if (header := _HEADER.fullmatch(line)) is not None:
-                current = header[2]
-                if not current.startswith(PREFIX):
-                    found.setdefault(current, _ServerFamily()).headers.setdefault(header[1], line)
-            elif (sample := _SAMPLE.fullmatch(line)) is not None and not sample[1].startswith(PREFIX):
-                family = current if current and sample[1].startswith(current) else sample[1]
-                labels = _SERVER_LABEL.sub(r"\1exported_server=", sample[2]) if sample[2] else ""
-                named = f'{{server="{_escaped(server)}"{"," if labels else ""}{labels}}}'
-                found.setdefault(family, _ServerFamily()).samples.append(f"{sample[1]}{named} {sample[3]}")
-    lines = [line for one in found.values() if one.samples for line in (*one.headers.values(), *one.samples)]
-    return "".join(line + "\n" for line in lines)
+    metrics: dict[str, Metric] = {}
+    for server, of_server in servers.items():
+        for family in of_server:
+            metric = metrics.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                if not sample.name.startswith(PREFIX):
+                    own = {f"exported_{name}" if name == "server" else name: value for name, value in sample.labels.items()}
+                    metric.add_sample(sample.name, own | {"server": server}, sample.value)
+    return [metric for metric in metrics.values() if metric.samples]
 
 
 @contextlib.contextmanager
@@ -209,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: HTTPStatus, text: str) -> None:
         body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

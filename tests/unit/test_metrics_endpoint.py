@@ -16,7 +16,15 @@ from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.report import EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES
-from tepo_megatron.observability.metrics_server import KEY_FILE, TARGETS_FILE, merge_servers, serve_metrics, step_name
+from tepo_megatron.observability.metrics_server import (
+    KEY_FILE,
+    TARGETS_FILE,
+    as_text,
+    merged,
+    parsed,
+    serve_metrics,
+    step_name,
+)  # fmt: skip
 from tepo_megatron.rollout.collector import Progress
 from tools import grafana
 
@@ -31,10 +39,10 @@ vllm:wait_count 3.0
 """
 HOSTILE = """tepo_step 99
 vllm:tokens_total{engine="1"} 1.0
-# TYPE vllm:tokens gauge
-oops{ 1
-evil{a="b"} 1\\n tepo_step 99
+# TYPE tepo histogram
+tepo_sum 3
 """
+BROKEN = ("oops{ 1", 'evil{a="b"} 1\\n tepo_step 99', 'a{b="c', "a one", "# TYPE a zebra")
 
 
 class Engine:
@@ -89,12 +97,17 @@ def test_only_the_key_reads_the_metrics(tmp_path: Path) -> None:
 
 
 def test_the_metrics_of_servers_become_one_text() -> None:
-    text = merge_servers({'vLLM "a"': VLLM, "b": HOSTILE + VLLM})
+    text = as_text(merged({'vLLM "a"': parsed(VLLM), "b": parsed(VLLM), "c": parsed(HOSTILE)}))
     found = samples(text)
     assert found["vllm:tokens_total", (("engine", "0"), ("model_name", 'a"b,c}'), ("server", 'vLLM "a"'))] == 7.0
     assert found["vllm:wait_bucket", (("exported_server", "me"), ("le", "+Inf"), ("server", "b"))] == 3.0
-    assert found["vllm:tokens_total", (("engine", "1"), ("server", "b"))] == 1.0
-    assert text.count("# TYPE vllm:wait ") == 1 and "tepo_" not in text and "oops" not in text and "evil" not in text
+    assert found["vllm:tokens_total", (("engine", "1"), ("server", "c"))] == 1.0
+    assert text.count("# TYPE vllm:wait ") == 1 and "tepo_" not in text
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_server_whose_metrics_cannot_be_read_has_none(line: str) -> None:
+    assert parsed(VLLM) and parsed(f"{VLLM}{line}\n{VLLM}") == []
 
 
 def test_a_scrape_holds_every_documented_name() -> None:
