@@ -18,11 +18,11 @@ import math
 import sys
 from pathlib import Path
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance import page
 from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check_all
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
-from tests.reference.parts import Method
 
 ADAPTERS = ("own", "trl", "verl")
 

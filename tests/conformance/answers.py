@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.cases import Case
 from tests.conformance.parts import Part, parts_of
 from tests.reference.minibatches import Batch, expected, gradient
-from tests.reference.parts import Method
 
 Loss = Callable[[Part], Tensor]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.parts import Layout
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected
-from tests.reference.parts import Method
 
 ONE = Layout((((*range(10),),),))
 EQUAL = Layout((((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)),))  # the fifth sequence has no response token

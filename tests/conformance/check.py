@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.answers import Answer, Loss, answer, errors, right_answer
 from tests.conformance.cases import CASES, Case
 from tests.conformance.diagnosis import usually
-from tests.reference.parts import Method
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.answers import Answer, right_answer
 from tests.conformance.cases import Case
-from tests.reference.minibatches import Batch
-from tests.reference.parts import Method, Response
+from tests.reference.minibatches import Batch, Response
 
 ALIKE = 1e-5  # relative distance below which a mistake explains an answer
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Method
 from tepo_megatron.config import Config
 from tepo_megatron.losses import build_objective
 from tepo_megatron.types import Rollout, TrainBatch
@@ -17,7 +18,6 @@ from tests.gate import reference
 from tests.gate.data import Material, masks_of, response_logprobs
 from tests.gate.world import Outcome, distance
 from tests.objective_cases import method_of
-from tests.reference.parts import Method
 
 TOLERANCE = 1e-5
 HYBRID_TOLERANCE = 5e-5  # transformers' own fp32 misses 1e-5 there (tests/parallel/test_hybrid_layouts.py)

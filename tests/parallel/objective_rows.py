@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tepo_megatron.audit.reference import Method
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
 from tests.objective_cases import section_of
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
-from tests.reference.parts import Method
 
 # coefficients and shares that are large enough for every part to have a visible effect, for rows that have the part
 LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
 
 NEEDS = "trl, installed with torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _MEANS = "averages means of microbatches, which is the minibatch's mean where all hold as many sequences"

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
 
 NEEDS = "verl, installed with torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _PART = "chooses by the covariances of each microbatch, not of the minibatch"

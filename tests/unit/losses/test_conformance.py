@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Method
 from tests.conformance.__main__ import main
 from tests.conformance.adapters import own
 from tests.conformance.answers import errors, right_answer
@@ -17,7 +18,6 @@ from tests.conformance.check import Result, Subject, check, check_all
 from tests.conformance.diagnosis import suspects
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
 
 GRPO = Method(**METHODS["grpo"])
 BY_NAME = {case.name: case for case in CASES}
