@@ -219,4 +219,4 @@ class Trainer:
         own = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         for name, view in self._named(own).items():
             view.copy_(gradients[name])
-        assert all(torch.equal(g, gradients[n].double()) for n, g in self._named(own).items()), "a name is of a copy"
+        assert all(torch.equal(g, gradients[n].to(g.dtype)) for n, g in self._named(own).items()), "a name is of a copy"
