@@ -13,7 +13,7 @@ import torch
 
 from tepo_megatron.audit.comparison import advantages_of, reference_terms
 from tepo_megatron.audit.reading import AuditBatch, AuditUpdate
-from tepo_megatron.audit.reference import Method
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.losses import Objective
 from tepo_megatron.utils.tensor_files import write_tensors
 from tests.objective_cases import Batch
@@ -50,7 +50,9 @@ def recorded(objective: Objective, batch: Batch, prompt: Sequence[int] = (1,)) -
         "weighting_key": batch.keys.numpy(),
     }  # fmt: skip
     position = np.arange(sequence.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    update = AuditUpdate(0, objective, Method.max_response_tokens, 0.0, np.arange(len(lengths)), sequence, position, inputs, {})
+    update = AuditUpdate(
+        0, objective, Formula.max_response_tokens, 0.0, np.arange(len(lengths)), sequence, position, inputs, {}
+    )
     return step, update
 
 

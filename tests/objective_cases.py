@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import FIELDS, Method, Outcome
+from tepo_megatron.audit.reference import FIELDS, Formula, Outcome
 from tepo_megatron.config.objective import PARTS, read_part, variants
 from tepo_megatron.losses import Objective
 from tepo_megatron.losses.inputs import LossInputs
@@ -55,9 +55,9 @@ def objective_of(**parts: Any) -> Objective:
     return replaced(Objective(ratio=parts["ratio"], surrogate=parts.get("surrogate", "clip")), **parts)
 
 
-def method_of(objective: Objective) -> Method:
+def method_of(objective: Objective) -> Formula:
     """Return the objective as a method of the reference."""
-    return Method.of(dataclasses.asdict(objective))
+    return Formula.of(dataclasses.asdict(objective))
 
 
 def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
@@ -73,7 +73,7 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
     of_prompt = Counter[int]()
     for r in batch.responses:
         of_prompt[r.prompt] += len(r.old)
-    counts = (lengths.sum(), len(lengths), len(of_prompt), Method.max_response_tokens)
+    counts = (lengths.sum(), len(lengths), len(of_prompt), Formula.max_response_tokens)
     return LossInputs(
         advantage_R=segments.spread(torch.tensor([r.advantage for r in batch.responses], dtype=dtype)),
         old_logprob_R=batch.flat("old").to(dtype),

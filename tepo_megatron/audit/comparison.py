@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tepo_megatron.audit.advantages import group_advantages
 from tepo_megatron.audit.reading import Array, AuditBatch, AuditUpdate, read_batch, read_update, step_folder
-from tepo_megatron.audit.reference import Method, Minibatch, evaluate, group_advantages
+from tepo_megatron.audit.reference import Formula, ReferenceBatch, evaluate
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_steps
 
@@ -143,11 +144,11 @@ def reference_terms(batch: AuditBatch, record: AuditUpdate) -> tuple[dict[str, A
     Raises:
         DataError: An input that the objective needs was not recorded.
     """
-    method = Method.of(asdict(record.objective), max_response_tokens=record.max_response_tokens)
+    method = Formula.of(asdict(record.objective), max_response_tokens=record.max_response_tokens)
     lengths_B, prompts_B = (torch.from_numpy(x[record.sequences]) for x in (batch.response_lengths_B, batch.prompt_ids_B))
     inputs = {name: torch.from_numpy(x_N) for name, x_N in record.inputs.items()}
     try:
-        outcome = evaluate(method, Minibatch(lengths_B, prompts_B, inputs))
+        outcome = evaluate(method, ReferenceBatch(lengths_B, prompts_B, inputs))
         advantages_B = advantages_of(batch, method.advantage)
     except KeyError as error:
         raise DataError(

@@ -10,7 +10,7 @@ loss = -sum_N share * (c * weight * surrogate(ratio, A) - penalty * |l - l_old| 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Groups = Sequence[Sequence[float]]  # rewards
 NEAR = 1e-5  # relative distance to a threshold within which fp32 may decide differently
 NEAR_ZERO = 2e-7
-# a field of Method -> part and field of an objective, as the config has them
+# a field of Formula -> part and field of an objective, as the config has them
 FIELDS = {
     "weighting": ("weighting", "type"), "cov_share": ("weighting", "share"), "cov_low": ("weighting", "low"),
     "cov_high": ("weighting", "high"), "cov_beta": ("weighting", "beta"), "steer_lambda_min": ("weighting", "lambda_min"),
@@ -31,7 +30,7 @@ FIELDS = {
 
 
 @dataclass(frozen=True)
-class Method:
+class Formula:
     """The parts of an objective. Only `sequence_mean_token_sum_norm` divides by `max_response_tokens`."""
 
     ratio: str
@@ -70,7 +69,7 @@ class Method:
     log_ratio_limit: float = 20.0  # nats; log-ratios are clamped to +- this before exp
 
     @classmethod
-    def of(cls, objective: Mapping[str, Any], **parts: Any) -> Method:
+    def of(cls, objective: Mapping[str, Any], **parts: Any) -> Formula:
         """Return an objective, as nested mappings, as a method. `parts` replace its own."""
         flat = dict(objective)
         nested = {part: flat.pop(part) or {} for part in ("weighting", "correction", "ref_kl")}
@@ -79,7 +78,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Minibatch:
+class ReferenceBatch:
     """The response tokens of a minibatch.
 
     Attributes:
@@ -165,7 +164,7 @@ class Outcome:
         return self.terms["loss"].sum()
 
 
-def evaluate(m: Method, batch: Minibatch) -> Outcome:
+def evaluate(m: Formula, batch: ReferenceBatch) -> Outcome:
     """Return the loss of a minibatch, differentiable with respect to the inputs `logprob`, `entropy` and `teacher_kl`.
 
     Raises:
@@ -200,14 +199,14 @@ def evaluate(m: Method, batch: Minibatch) -> Outcome:
     return Outcome(terms, float(parts_N.detach().abs().sum()), compare.margin, compare.near_N)
 
 
-def _advantage(m: Method, group_N: Tensor, entropy_N: Tensor) -> Tensor:
+def _advantage(m: Formula, group_N: Tensor, entropy_N: Tensor) -> Tensor:
     if not m.advantage_alpha:
         return group_N
     return group_N + torch.minimum(m.advantage_alpha * entropy_N.detach(), group_N.abs() / m.advantage_kappa)
 
 
 def _policy(
-    m: Method, batch: Minibatch, compare: Comparisons, logprob_N: Tensor, x_N: Tensor, a_N: Tensor
+    m: Formula, batch: ReferenceBatch, compare: Comparisons, logprob_N: Tensor, x_N: Tensor, a_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ratio, surrogate, and the tokens whose ratio a bound replaced."""
     low, high = 1 - m.clip_low if m.clip_low < 1 else -math.inf, 1 + m.clip_high  # ratios are above 0
@@ -250,7 +249,7 @@ def _bounded(
     return torch.where(over_N, high, torch.where(under_N, low, x_N)), over_N, under_N
 
 
-def _leaves_trust_region(m: Method, compare: Comparisons, logprob_N: Tensor, x_N: Tensor, a_N: Tensor) -> Tensor:
+def _leaves_trust_region(m: Formula, compare: Comparisons, logprob_N: Tensor, x_N: Tensor, a_N: Tensor) -> Tensor:
     """Return the tokens that DPPO drops: too far from the old policy, and their update would move them further."""
     old_N = logprob_N - x_N
     pi_N, mu_N = logprob_N.exp(), old_N.exp()
@@ -261,7 +260,7 @@ def _leaves_trust_region(m: Method, compare: Comparisons, logprob_N: Tensor, x_N
     return compare.above(distance_N, m.max_divergence, a_N * x_N.sign() > 0)
 
 
-def _correction(m: Method, batch: Minibatch, compare: Comparisons, mismatch_N: Tensor) -> Tensor:
+def _correction(m: Formula, batch: ReferenceBatch, compare: Comparisons, mismatch_N: Tensor) -> Tensor:
     """Return c, the factor that the mismatch l_old - l_rollout puts on the surrogate."""
     if m.correction in ("sequence_mis", "geometric_mask"):
         mismatch_N = batch.sum_of_sequence(mismatch_N)
@@ -275,7 +274,7 @@ def _correction(m: Method, batch: Minibatch, compare: Comparisons, mismatch_N: T
     return torch.where(outside_N, 0.0, kept_N)
 
 
-def _weighting(m: Method, batch: Minibatch, compare: Comparisons) -> tuple[Tensor, Tensor]:
+def _weighting(m: Formula, batch: ReferenceBatch, compare: Comparisons) -> tuple[Tensor, Tensor]:
     """Return weight and penalty of each token, from the statistics of the pass that the weighting used."""
     l_N, h_N, x_N, key_N = (batch.inputs[f"weighting_{name}"] for name in ("logprob", "entropy", "log_ratio", "key"))
     a_N, n = _advantage(m, batch.inputs["group_advantage"], h_N), l_N.numel()
@@ -306,7 +305,7 @@ def _weighting(m: Method, batch: Minibatch, compare: Comparisons) -> tuple[Tenso
     return torch.where(chosen_N, 0.0, one_N), torch.zeros_like(l_N)
 
 
-def _kl_mask(m: Method, compare: Comparisons, a_N: Tensor, change_N: Tensor) -> Tensor:
+def _kl_mask(m: Formula, compare: Comparisons, a_N: Tensor, change_N: Tensor) -> Tensor:
     """Return M."""
     if m.kl_mask in ("none", "all"):
         return torch.full(a_N.shape, m.kl_mask == "all")
@@ -323,7 +322,7 @@ def divergence(kind: str, compare: Comparisons, x_N: Tensor, log_ratio_N: Tensor
     return {"k1": x_N, "k2": x_N**2 / 2, "k3": q_N + x_N, "k3_importance_weighted": weighted_N, "abs": x_N.abs()}[kind]
 
 
-def _denominator(m: Method, batch: Minibatch) -> Tensor:
+def _denominator(m: Formula, batch: ReferenceBatch) -> Tensor:
     """Return D of each token."""
     one_N, sequences = torch.ones(batch.length_N.shape, dtype=torch.float64), len(batch.lengths_B)
     prompts, prompt_of_B = batch.prompts_B.unique(return_inverse=True)
@@ -335,45 +334,3 @@ def _denominator(m: Method, batch: Minibatch) -> Tensor:
         "sequence_mean_token_sum_norm": one_N * sequences * m.max_response_tokens,
         "prompt_mean_token_mean": one_N * len(prompts) * tokens[prompt_of_B][batch.sequence_N],
     }[m.aggregate]
-
-
-def group_advantages(kind: str, groups: Groups, terms: Sequence[Sequence[Sequence[Any]]] = ()) -> list[float]:
-    """Return the advantage of each sample from the rewards of its group, group after group.
-
-    Args:
-        terms: (weight, value) of each term of the reward of each sample, which `gdpo` reads. What a reward has beyond them is a
-            term of weight 1.
-    Raises:
-        KeyError: The kind is unknown.
-    """
-    if kind == "gdpo":
-        return _gdpo(groups, terms or [[[] for _ in rewards] for rewards in groups])
-    samples, silent = sum(map(len, groups)), sum(len(rewards) for rewards in groups if max(rewards) == min(rewards))
-    advantages: list[float] = []
-    for rewards in groups:
-        n, mean = len(rewards), math.fsum(rewards) / len(rewards)
-        of_std, of_others, of_groups = 1 / (_deviation(rewards) + 1e-6), n / max(1, n - 1), samples / max(1, samples - silent)
-        factor = {"none": 0.0, "mean": 1.0, "std": of_std, "leave_one_out": of_others, "gpg": of_groups}[kind]
-        advantages += [factor * (r - mean) if max(rewards) > min(rewards) else 0.0 for r in rewards]
-    return advantages
-
-
-def _gdpo(groups: Groups, terms: Sequence[Sequence[Sequence[Any]]]) -> list[float]:
-    """Normalize each term in its group, add them up by weight, and normalize the sums (arXiv 2601.05242)."""
-    sums: list[float] = []
-    for rewards, of_group in zip(groups, terms, strict=True):
-        rest = [(1.0, r - math.fsum(w * v for w, v in own)) for r, own in zip(rewards, of_group, strict=True)]
-        totals = [0.0] * len(rewards)
-        for column in zip(*([*own, last] for own, last in zip(of_group, rest, strict=True)), strict=True):
-            values = [value for _, value in column]
-            mean, spread = math.fsum(values) / len(values), _deviation(values)
-            totals = [total + w * (v - mean) / (spread + 1e-6) for total, (w, v) in zip(totals, column, strict=True)]
-        sums += totals
-    mean, spread = math.fsum(sums) / len(sums), _deviation(sums)
-    return [(x - mean) / (spread + 1e-6) for x in sums]
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation (ddof 1); 0 of one value."""
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))

@@ -26,7 +26,7 @@ checkout of this repository and torch alone. In five lines:
 2. `part.tokens` and `part.sequences` count the whole minibatch. Divide by `part.ranks` or `part.microbatches` where your
    trainer averages over them.
 3. Run, in the checkout: `python -m tests.conformance my_losses:loss --as grpo --set clip_high=0.2 aggregate=token_mean`.
-   The rows are in `tests/reference/methods.py`, the parts that `--set` replaces are `Method` in
+   The rows are in `tests/reference/methods.py`, the parts that `--set` replaces are `Formula` in
    `tepo_megatron/audit/reference.py`.
 4. Read of each case that fails what was expected, what came, and what that usually is. The reference makes the usual
    mistakes in turn (exchanged log-probs, means of means, a denominator off by one), and the one that gives your numbers is

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Method
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.config import Config
 from tepo_megatron.losses import build_objective
 from tepo_megatron.types import Rollout, TrainBatch
@@ -29,7 +29,7 @@ def expectation(
     cfg: Config,
     material: Material,
     found: Sequence[Mapping[str, Tensor]] | None = None,
-    method: Method | None = None,
+    method: Formula | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> reference.Trained:
     """Train the reference as the config says, on the rollouts of all steps."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Method, evaluate, group_advantages
+from tepo_megatron.audit.advantages import group_advantages
+from tepo_megatron.audit.reference import Formula, evaluate
 from tests.parallel.test_families import in_file_names
 from tests.reference.minibatches import Batch, Response, shares
 from tests.reference.rewards import reward_towards_reference
@@ -120,7 +121,7 @@ class Trainer:
     def __init__(
         self,
         path: Path,
-        method: Method,
+        method: Formula,
         settings: Settings,
         ref: Path | None = None,
         found: Sequence[Mapping[str, Tensor]] | None = None,

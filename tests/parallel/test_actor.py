@@ -89,7 +89,8 @@ def test_bf16_follows_fp32(case: cases.Case, in_fp32: dict[str, Any], layout: di
     """Weights in bf16, statistics and masters in fp32; every gradient within bf16's rounding of fp32's.
 
     A layer rounds 11 tensors forward (two norms, the projection to q, k and v, their norm and rotation, attention, its
-    projection, three of the MLP, two residuals) and two gradients for each backward, by at most half of eps and independently. The derivatives of norms and softmax increase that, by less than 2.
+    projection, three of the MLP, two residuals) and two gradients for each backward, independently and by at most half of eps.
+    The derivatives of norms and softmax increase that, by less than 2.
     """
     cfg = cases.run_config(case.model, layout)
     cfg = replace(cfg, model=replace(cfg.model, precision="bf16"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Method, Minibatch, Outcome, evaluate
+from tepo_megatron.audit.reference import Formula, Outcome, ReferenceBatch, evaluate
 
 LENGTHS = (1, 5, 17, 2, 0, 30, 1, 8, 3, 12)  # |y|; one response without any token
 MARGIN = 1e-4  # cases with a number closer to its threshold are left out
@@ -49,7 +49,7 @@ class Batch:
         """Return the random keys, int64 [N]."""
         return torch.tensor([k for r in self.responses for k in r.keys], dtype=torch.int64)
 
-    def inputs(self, logprob: Tensor, entropy: Tensor, teacher_kl: Tensor | None = None) -> Minibatch:
+    def inputs(self, logprob: Tensor, entropy: Tensor, teacher_kl: Tensor | None = None) -> ReferenceBatch:
         """Return the minibatch for the reference, with these current statistics; the weighting uses them too."""
         lengths, old = torch.tensor([len(r.old) for r in self.responses]), self.flat("old")
         advantages = torch.tensor([r.advantage for r in self.responses], dtype=torch.float64)
@@ -61,7 +61,7 @@ class Batch:
             "weighting_log_ratio": logprob.detach() - old, "weighting_key": self.keys,
         }  # fmt: skip
         inputs |= {} if teacher_kl is None else {"teacher_kl": teacher_kl}
-        return Minibatch(lengths, torch.tensor([r.prompt for r in self.responses]), inputs)
+        return ReferenceBatch(lengths, torch.tensor([r.prompt for r in self.responses]), inputs)
 
 
 def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False, tiny: bool = False) -> Batch:
@@ -126,7 +126,7 @@ def shares(outcome: Outcome) -> dict[str, float]:
     return {name: float(x.sum()) / max(1, x.numel()) for name, x in touched.items()}
 
 
-def expected(method: Method, batch: Batch) -> tuple[Outcome, Tensor, Tensor]:
+def expected(method: Formula, batch: Batch) -> tuple[Outcome, Tensor, Tensor]:
     """Return the reference's answer, and its gradients with respect to the log-probs and to the entropies."""
     x, h = batch.logprob.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     outcome = evaluate(method, batch.inputs(x, h))
@@ -136,7 +136,7 @@ def expected(method: Method, batch: Batch) -> tuple[Outcome, Tensor, Tensor]:
 
 
 def fair_cases(
-    method: Method, count: int, drawn: Callable[[int], Batch]
+    method: Formula, count: int, drawn: Callable[[int], Batch]
 ) -> Iterator[tuple[Batch, tuple[Outcome, Tensor, Tensor]]]:
     """Return the first `count` batches, by seed, with nothing within MARGIN of its threshold, and their expected answers."""
     for seed in itertools.count():

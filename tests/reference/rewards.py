@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tepo_megatron.audit.reference import Comparisons, Method, divergence
+from tepo_megatron.audit.reference import Comparisons, Formula, divergence
 from tests.reference.minibatches import Response
 
 
@@ -20,7 +20,7 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float =
     return -penalty
 
 
-def reward_towards_reference(method: Method, reward: float, response: Response) -> float:
+def reward_towards_reference(method: Formula, reward: float, response: Response) -> float:
     """Return the reward minus ref_beta times the response's summed KL(l_old - l_ref)."""
     old, ref = (torch.tensor(x, dtype=torch.float64) for x in (response.old, response.ref))
     kl = divergence(method.ref_kl, Comparisons(old.numel(), method.log_ratio_limit), old - ref, torch.zeros_like(old))

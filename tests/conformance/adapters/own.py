@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Method
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
@@ -55,7 +55,7 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
         segments=Segments(sequence_R, part.length.clamp(min=1).to(dtype), None, position_R, torch.zeros_like(position_R)),
         group_tokens_R=torch.ones(0, dtype=dtype),  # the kit knows no prompts
         whole=Denominators(
-            *(torch.tensor(x, dtype=dtype) for x in (max(1, part.tokens), part.sequences, 1, Method.max_response_tokens))
+            *(torch.tensor(x, dtype=dtype) for x in (max(1, part.tokens), part.sequences, 1, Formula.max_response_tokens))
         ),
         ref_logprob_R=part.ref_logprob[mask],
         weights=weights,
@@ -70,7 +70,7 @@ def _subject(name: str, **more: Any) -> Subject:
     return Subject(
         ", ".join([name, *(f"{k}={v}" for k, v in more.items())]),
         loss_of(replaced(OBJECTIVES[name], **parts)),
-        Method(**(method | parts)),
+        Formula(**(method | parts)),
         splits_sequences=not reaches_over_sequences,
     )
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.audit import reference
-from tepo_megatron.audit.reference import Method
+from tepo_megatron.audit import advantages as reference
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.losses import OBJECTIVES
 from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.losses.kl import ESTIMATORS
@@ -46,7 +46,7 @@ def test_the_numbers_of_a_row(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_computes_its_method(name: str) -> None:
     """The method is built from the reference's table alone, so that a part that only the row has shows."""
-    for batch, theirs in fair_cases(Method(**METHODS[name]), 6, moving):
+    for batch, theirs in fair_cases(Formula(**METHODS[name]), 6, moving):
         compare(OBJECTIVES[name], batch, theirs)
 
 
@@ -55,13 +55,13 @@ def test_a_row_computes_its_method(name: str) -> None:
 def test_a_row_with_larger_coefficients(name: str) -> None:
     parts = larger(METHODS[name])
     objective = replaced(OBJECTIVES[name], **{k: v for k, v in parts.items() if k in LARGER and v})
-    for batch, theirs in fair_cases(Method(**parts), 6, moving):
+    for batch, theirs in fair_cases(Formula(**parts), 6, moving):
         compare(objective, batch, theirs)
 
 
 def share(parts: dict[str, Any], name: str) -> float:
     """The mean share of tokens that a condition touches in the cases of these tests."""
-    cases = list(fair_cases(Method(**parts), 6, moving))
+    cases = list(fair_cases(Formula(**parts), 6, moving))
     return sum(shares(theirs[0])[name] for _, theirs in cases) / len(cases)
 
 
@@ -130,7 +130,7 @@ def test_advantages_after_a_reference_kl_in_the_reward(kind: str, extreme: bool)
     """r - ref_beta sum KL(l_old - l_ref), before the groups are compared."""
     responses = draw(3, (3, 1, 12, 5, 2, 7), extreme=extreme).responses
     rewards = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0]
-    method = Method("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
+    method = Formula("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
     shaped = [reward_towards_reference(method, r, s) for r, s in zip(rewards, responses, strict=True)]
     expected = reference.group_advantages("std", [shaped[:3], shaped[3:]])
     apart = [torch.tensor(s.old).double() - torch.tensor(s.ref).double() for s in responses]
