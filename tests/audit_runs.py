@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tepo_megatron.audit.evaluator import evaluate, group_advantages
+from tepo_megatron.audit.comparison import advantages_of, reference_terms
 from tepo_megatron.audit.reading import AuditBatch, AuditUpdate
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.losses import Objective
 from tepo_megatron.utils.tensor_files import write_tensors
 from tests.objective_cases import Batch
-from tests.reference.parts import MAX_RESPONSE_TOKENS
 
 FOLDER = Path("audit") / "step-000001"
 
@@ -50,16 +50,18 @@ def recorded(objective: Objective, batch: Batch, prompt: Sequence[int] = (1,)) -
         "weighting_key": batch.keys.numpy(),
     }  # fmt: skip
     position = np.arange(sequence.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    update = AuditUpdate(0, objective, MAX_RESPONSE_TOKENS, 0.0, np.arange(len(lengths)), sequence, position, inputs, {})
+    update = AuditUpdate(
+        0, objective, Formula.max_response_tokens, 0.0, np.arange(len(lengths)), sequence, position, inputs, {}
+    )
     return step, update
 
 
 def write_audit(run: Path, objective: Objective, batch: Batch, prompt: Sequence[int] = (1,)) -> None:
     """Write the records of a run whose first step had one update, whose loss was right. Two ranks computed it."""
     step, update = recorded(objective, batch, prompt)
-    advantages = group_advantages(step, objective.advantage)
+    advantages = advantages_of(step, objective.advantage)
     update = dataclasses.replace(update, inputs=update.inputs | {"group_advantage": advantages[update.sequence_N]})
-    used, _ = evaluate(step, update)
+    used, _ = reference_terms(step, update)
     names = ("token_ids", "response_mask", "rollout_logprobs", "versions")
     tensors: dict[str, Any] = {name: torch.tensor(getattr(step, f"{name}_L")) for name in names}
     tensors |= {name: torch.tensor(getattr(step, f"{name}_B")) for name in ("lengths", "prompt_ids", "rewards", "scores")}
@@ -67,8 +69,8 @@ def write_audit(run: Path, objective: Objective, batch: Batch, prompt: Sequence[
     columns = update.inputs | {f"used_{name}": x for name, x in used.items()}
     columns |= {"sequence": update.sequence_N, "position": update.position_N}
     text = {
-        "objective": json.dumps(dataclasses.asdict(objective)), "max_response_tokens": str(MAX_RESPONSE_TOKENS), "shards": "2",
-        "update": "0", "minibatch_loss": repr(float(used["loss"].sum())),
+        "objective": json.dumps(dataclasses.asdict(objective)), "max_response_tokens": str(update.max_response_tokens),
+        "shards": "2", "update": "0", "minibatch_loss": repr(float(used["loss"].sum())),
     }  # fmt: skip
     for shard in range(2):
         tensors = {name: torch.tensor(x[shard::2]) for name, x in columns.items()} | {

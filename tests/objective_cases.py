@@ -10,30 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import FIELDS, Formula, Outcome
 from tepo_megatron.config.objective import PARTS, read_part, variants
 from tepo_megatron.losses import Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.types import Denominators, LossOutput, TokenStats
-from tests.reference import objectives as reference
-from tests.reference.methods import CORRECTION_BOUNDS
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected, fair_cases, gradient
-from tests.reference.parts import MAX_RESPONSE_TOKENS, Method
 
 __all__ = [
     "LENGTHS", "MARGIN", "Batch", "compare", "draw", "expected", "fair_cases", "inputs_of", "method_of", "objective_of", "ours",
     "replaced", "section_of",
 ]  # fmt: skip
 TOLERANCES = ((torch.float64, 1e-10), (torch.float32, 1e-5))
-
-
-# a part of the reference's method -> the part and the field in which the product has it
-FIELDS = {
-    "weighting": ("weighting", "type"), "cov_share": ("weighting", "share"), "cov_low": ("weighting", "low"),
-    "cov_high": ("weighting", "high"), "cov_beta": ("weighting", "beta"), "steer_lambda_min": ("weighting", "lambda_min"),
-    "correction": ("correction", "type"), "correction_low": ("correction", "low"), "correction_high": ("correction", "high"),
-    "ref_beta": ("ref_kl", "beta"), "ref_kl": ("ref_kl", "estimator"), "ref_kl_in": ("ref_kl", "where"),
-}  # fmt: skip
 
 
 def section_of(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,13 +55,9 @@ def objective_of(**parts: Any) -> Objective:
     return replaced(Objective(ratio=parts["ratio"], surrogate=parts.get("surrogate", "clip")), **parts)
 
 
-def method_of(objective: Objective) -> Method:
+def method_of(objective: Objective) -> Formula:
     """Return the objective as a method of the reference."""
-    parts: dict[str, Any] = dataclasses.asdict(objective)
-    nested = {part: parts.pop(part) or {} for part in ("weighting", "correction", "ref_kl")}
-    parts |= {name: nested[part][field] for name, (part, field) in FIELDS.items() if field in nested[part]}
-    low, high = CORRECTION_BOUNDS[objective.correction.type]
-    return Method(**{"correction_low": low, "correction_high": high} | parts)
+    return Formula.of(dataclasses.asdict(objective))
 
 
 def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
@@ -88,6 +73,7 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
     of_prompt = Counter[int]()
     for r in batch.responses:
         of_prompt[r.prompt] += len(r.old)
+    counts = (lengths.sum(), len(lengths), len(of_prompt), Formula.max_response_tokens)
     return LossInputs(
         advantage_R=segments.spread(torch.tensor([r.advantage for r in batch.responses], dtype=dtype)),
         old_logprob_R=batch.flat("old").to(dtype),
@@ -96,9 +82,7 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
         ref_logprob_R=batch.flat("ref").to(dtype),
         segments=segments,
         group_tokens_R=torch.tensor([of_prompt[r.prompt] for r in batch.responses for _ in r.old], dtype=dtype),
-        whole=Denominators(
-            *(torch.tensor(float(x), dtype=dtype) for x in (lengths.sum(), len(lengths), len(of_prompt), MAX_RESPONSE_TOKENS))
-        ),
+        whole=Denominators(*(torch.tensor(float(x), dtype=dtype) for x in counts)),
     )
 
 
@@ -115,7 +99,7 @@ def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64)
     return out, gradient(x), gradient(h)
 
 
-def compare(objective: Objective, batch: Batch, theirs: tuple[reference.Outcome, Tensor, Tensor]) -> None:
+def compare(objective: Objective, batch: Batch, theirs: tuple[Outcome, Tensor, Tensor]) -> None:
     """Assert that loss and gradients are those of the reference, in fp64 and in fp32.
 
     The loss error is relative to the magnitude of the loss (at least to 1, an advantage); the gradient error is in the 2-norm.

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from tepo_megatron.audit.evaluator import evaluate, group_advantages
+from tepo_megatron.audit.advantages import group_advantages
 from tepo_megatron.audit.reading import Array, AuditBatch, AuditUpdate, read_batch, read_update, step_folder
+from tepo_megatron.audit.reference import Formula, ReferenceBatch, evaluate
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_steps
 
@@ -122,23 +124,42 @@ def audit_step(run: Path, step: int) -> AuditedStep:
     batch = read_batch(folder)
     if batch.updates < 1:
         raise DataError(f"{folder}: it claims {batch.updates} updates; record the step again")
-    advantages: dict[str, Array] = {}
-    updates = []
-    for number in range(batch.updates):
-        record = read_update(folder, number, batch)
-        kind = record.objective.advantage
-        if kind not in advantages:
-            advantages[kind] = group_advantages(batch, kind)
-        updates.append(_audited(batch, record, advantages[kind]))
+    records = [read_update(folder, number, batch) for number in range(batch.updates)]
+    updates = [AuditedUpdate(record, *reference_terms(batch, record)) for record in records]
     return AuditedStep(step, batch, updates, _logged_loss(run, step))
 
 
-def _audited(batch: AuditBatch, record: AuditUpdate, advantages_B: Array) -> AuditedUpdate:
-    terms, near_N = evaluate(batch, record)
+def advantages_of(batch: AuditBatch, kind: str) -> Array:
+    """Return the advantage of each sequence from the rewards of its group."""
+    groups = [np.flatnonzero(batch.prompt_ids_B == prompt) for prompt in dict.fromkeys(batch.prompt_ids_B)]
+    rewards = [batch.rewards_B[group].tolist() for group in groups]
+    advantages_B = np.zeros(len(batch))
+    advantages_B[np.concatenate(groups)] = group_advantages(kind, rewards, [[batch.terms[i] for i in g] for g in groups])
+    return advantages_B
+
+
+def reference_terms(batch: AuditBatch, record: AuditUpdate) -> tuple[dict[str, Array], Array]:
+    """Return the terms of an update and the tokens near to a threshold, as AuditedUpdate has them.
+
+    Raises:
+        DataError: An input that the objective needs was not recorded.
+    """
+    method = Formula.of(asdict(record.objective), max_response_tokens=record.max_response_tokens)
+    lengths_B, prompts_B = (torch.from_numpy(x[record.sequences]) for x in (batch.response_lengths_B, batch.prompt_ids_B))
+    inputs = {name: torch.from_numpy(x_N) for name, x_N in record.inputs.items()}
+    try:
+        outcome = evaluate(method, ReferenceBatch(lengths_B, prompts_B, inputs))
+        advantages_B = advantages_of(batch, method.advantage)
+    except KeyError as error:
+        raise DataError(
+            f"update {record.number}: {error} was not recorded, or is a part that the audit does not know yet: add it to "
+            f"tepo_megatron/audit/reference.py"
+        ) from None
+    terms = {name: x_N.double().numpy() for name, x_N in outcome.terms.items()}
     index_N = batch.response_L[batch.first_B[record.sequence_N] + record.position_N]
     terms["rollout_logprob"] = batch.rollout_logprobs_L[index_N].astype(np.float64)
     terms["group_advantage"] = advantages_B[record.sequence_N]
-    return AuditedUpdate(record, terms, near_N)
+    return terms, outcome.near_N.numpy()
 
 
 def _logged_loss(run: Path, step: int) -> float | None:

@@ -18,21 +18,21 @@ import math
 import sys
 from pathlib import Path
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance import page
 from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check_all
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
-from tests.reference.parts import Method
 
 ADAPTERS = ("own", "trl", "verl")
 
 
-def method_of(row: str, replaced: list[str]) -> Method:
+def method_of(row: str, replaced: list[str]) -> Formula:
     """Return the method of a row with parts replaced."""
     if row not in METHODS:
         raise SystemExit(f"--as {row}: no such method; one of {', '.join(METHODS)}")
     parts = dict(METHODS[row])
-    names = {field.name for field in dataclasses.fields(Method)}
+    names = {field.name for field in dataclasses.fields(Formula)}
     for word in replaced:
         name, _, value = word.partition("=")
         if name not in names:
@@ -42,7 +42,7 @@ def method_of(row: str, replaced: list[str]) -> Method:
         except json.JSONDecodeError:
             parts[name] = value
     low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
-    return Method(**{"correction_low": low, "correction_high": high} | parts)
+    return Formula(**{"correction_low": low, "correction_high": high} | parts)
 
 
 def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.cases import Case
 from tests.conformance.parts import Part, parts_of
 from tests.reference.minibatches import Batch, expected, gradient
-from tests.reference.parts import Method
 
 Loss = Callable[[Part], Tensor]
 
@@ -49,7 +49,7 @@ def answer(loss: Loss, batch: Batch, case: Case) -> Answer:
     return Answer(total, gradient(x).double(), gradient(h).double())
 
 
-def right_answer(method: Method, batch: Batch) -> tuple[Answer, float]:
+def right_answer(method: Formula, batch: Batch) -> tuple[Answer, float]:
     """Return the reference's answer, and the sum of the absolute values that its loss adds up."""
     outcome, x_grad, h_grad = expected(method, batch)
     return Answer(float(outcome.loss.detach()), x_grad, h_grad), outcome.magnitude

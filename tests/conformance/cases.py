@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.parts import Layout
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected
-from tests.reference.parts import Method
 
 ONE = Layout((((*range(10),),),))
 EQUAL = Layout((((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)),))  # the fifth sequence has no response token
@@ -58,7 +58,7 @@ class Case:
         """True if the tokens of a sequence are distributed over several parts."""
         return self.layout.halves > 1
 
-    def draw(self, method: Method) -> Batch:
+    def draw(self, method: Formula) -> Batch:
         """Return the first minibatch, by seed, in which no number that a condition compares is close to its threshold."""
         tiny = self.dtype == torch.float64 and not self.extreme
         if self.tolerance is None:
@@ -68,7 +68,7 @@ class Case:
 
 @functools.lru_cache(maxsize=64)
 def _draw(
-    method: Method, lengths: tuple[int, ...], extreme: bool, tiny: bool, change: Callable[[Batch], Batch], skip: int
+    method: Formula, lengths: tuple[int, ...], extreme: bool, tiny: bool, change: Callable[[Batch], Batch], skip: int
 ) -> Batch:
     for seed in range(_TRIES):
         batch = change(draw(seed, lengths, extreme=extreme, tiny=tiny))

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.answers import Answer, Loss, answer, errors, right_answer
 from tests.conformance.cases import CASES, Case
 from tests.conformance.diagnosis import usually
-from tests.reference.parts import Method
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Subject:
 
     Attributes:
         loss: The function; see `parts`.
-        method: Method that it is meant to compute.
+        method: Formula that it is meant to compute.
         splits_sequences: Whether the function can handle a part with only some of a sequence's tokens. A sequence ratio needs
             all tokens of a sequence, and therefore communication, which a pure function does not have.
         says: Why it fails a case by design, as its code states: case -> a phrase with "it" as the subject.
@@ -26,7 +26,7 @@ class Subject:
 
     name: str
     loss: Loss
-    method: Method
+    method: Formula
     splits_sequences: bool = False
     says: dict[str, str] = field(default_factory=dict)
 

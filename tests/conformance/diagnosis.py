@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.answers import Answer, right_answer
 from tests.conformance.cases import Case
-from tests.reference.minibatches import Batch
-from tests.reference.parts import Method, Response
+from tests.reference.minibatches import Batch, Response
 
 ALIKE = 1e-5  # relative distance below which a mistake explains an answer
 
@@ -29,7 +29,7 @@ class Suspect:
     can_be_made: bool = True
 
 
-def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer) -> str:
+def usually(method: Formula, batch: Batch, case: Case, got: Answer, right: Answer) -> str:
     """Return the mistake that gives this answer, or a description of the differences."""
     if not got.finite:
         return case.usually if case.name != "whole" else "exp overflows, or 0 / 0"
@@ -45,13 +45,13 @@ def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer
     return _profile(batch, got, right) or case.usually
 
 
-def suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
+def suspects(method: Formula, batch: Batch, case: Case) -> Iterator[Suspect]:
     """Return the mistakes to try, the most common ones first."""
     return (suspect for suspect in _all_suspects(method, batch, case) if suspect.can_be_made)
 
 
-def _all_suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
-    def of(words: str, changed: Method = method, minibatch: Batch = batch) -> Suspect:
+def _all_suspects(method: Formula, batch: Batch, case: Case) -> Iterator[Suspect]:
+    def of(words: str, changed: Formula = method, minibatch: Batch = batch) -> Suspect:
         return Suspect(words, lambda: right_answer(changed, minibatch)[0], changed != method or minibatch is not batch)
 
     yield from _of_parts(method, batch, case)
@@ -80,7 +80,7 @@ def _all_suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]
     yield from _of_penalties(method, of)
 
 
-def _of_penalties(method: Method, of: Callable[..., Suspect]) -> Iterator[Suspect]:
+def _of_penalties(method: Formula, of: Callable[..., Suspect]) -> Iterator[Suspect]:
     if method.beta:
         yield of("the KL to the old policy has the other sign", replace(method, beta=-method.beta))
         yield of("the KL to the old policy is missing", replace(method, beta=0.0))
@@ -104,7 +104,7 @@ def _of_penalties(method: Method, of: Callable[..., Suspect]) -> Iterator[Suspec
         yield of("the weighting is missing", replace(method, weighting="none"))
 
 
-def _of_parts(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
+def _of_parts(method: Formula, batch: Batch, case: Case) -> Iterator[Suspect]:
     """Each part of the layout as if it were the whole."""
     parts = [list(rows) for rank in case.layout.rows for rows in rank]
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""The fp64 reference of the gate: transformers and plain autograd, any method of `tests/reference`, AdamW with clipping.
+"""The fp64 reference of the gate: transformers and plain autograd, any method of `audit/reference.py`, AdamW with clipping.
 
 No packing, no microbatches, no parallelism. It shares no code with the product except for the random keys of tokens, which are
 an input (Clip-Cov and KL-Cov draw tokens by them).
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from tepo_megatron.audit.advantages import group_advantages
+from tepo_megatron.audit.reference import Formula, evaluate
 from tests.parallel.test_families import in_file_names
-from tests.reference import objectives
-from tests.reference.hybrid import widen
-from tests.reference.parts import Method, Response
-from tests.reference.rewards import group_advantages, reward_towards_reference
+from tests.reference.minibatches import Batch, Response, shares
+from tests.reference.rewards import reward_towards_reference
+from tests.reference.tepo import load
 from tests.truncated import reference as truncated
 
 Masks = list[set[int]]
@@ -91,13 +91,6 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """Return the Hugging Face model in a type, with eager attention and experts."""
-    widen()
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).to(dtype)
-
-
 def statistics(
     model: torch.nn.Module,
     ids: Sequence[Tensor],
@@ -128,7 +121,7 @@ class Trainer:
     def __init__(
         self,
         path: Path,
-        method: Method,
+        method: Formula,
         settings: Settings,
         ref: Path | None = None,
         found: Sequence[Mapping[str, Tensor]] | None = None,
@@ -211,7 +204,7 @@ class Trainer:
                 replace(r, old=x.tolist(), old_entropy=h.tolist()) for r, x, h in zip(batch, logprobs, entropies, strict=True)
             ]
         kl_N = self._exact_kl(samples) if self.method.ref_kl == "full" else None
-        outcome = objectives.evaluate(self.method, batch, logprob_N, entropy_N, kl_N)
+        outcome = evaluate(self.method, Batch(batch, logprob_N, entropy_N).inputs(logprob_N, entropy_N, kl_N))
         # if every token is clipped, the loss is a constant and its gradient 0
         (outcome.loss + 0 * logprob_N.sum()).backward()
         gradients = self._named({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
@@ -220,11 +213,11 @@ class Trainer:
         if self.settings.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
-        self.updates.append(Update(outcome.loss.item(), gradients, outcome.margin, outcome.shares))
+        self.updates.append(Update(outcome.loss.item(), gradients, outcome.margin, shares(outcome)))
 
     def _take(self, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients of the parameters; they are named as in a checkpoint's files."""
         own = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         for name, view in self._named(own).items():
             view.copy_(gradients[name])
-        assert all(torch.equal(g, gradients[n].double()) for n, g in self._named(own).items()), "a name is of a copy"
+        assert all(torch.equal(g, gradients[n].to(g.dtype)) for n, g in self._named(own).items()), "a name is of a copy"

@@ -40,7 +40,9 @@ def trained(case: cases.Case, cfg: Config, folder: Path) -> list[list[dict[str, 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_fp32_equals_the_reference(case: cases.Case, layout: str, tmp_path: Path) -> None:
     cfg = config(case, layout, precision="fp32", attention="sdpa")
-    cases.compare(trained(case, cfg, tmp_path), case.steps, TOLERANCE)
+    found = cases.errors(trained(case, cfg, tmp_path), case.steps)
+    worst = max(found, key=found.__getitem__)
+    assert found[worst] <= TOLERANCE, f"{worst} differ by {found[worst]:.1e}"
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
 from tests.objective_cases import section_of
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
-from tests.reference.parts import Method
 
 # coefficients and shares that are large enough for every part to have a visible effect, for rows that have the part
 LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}
@@ -34,11 +34,11 @@ class Variant:
     training: dict[str, Any]
 
     @property
-    def method(self) -> Method:
+    def method(self) -> Formula:
         parts = METHODS[self.row] | self.parts
         low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
         limit = LONGEST - max(PROMPTS)
-        return Method(**{"correction_low": low, "correction_high": high, "max_response_tokens": limit} | parts)
+        return Formula(**{"correction_low": low, "correction_high": high, "max_response_tokens": limit} | parts)
 
     def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
         section = section_of({"name": self.row} | self.parts)

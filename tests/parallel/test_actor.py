@@ -1,5 +1,6 @@
 """The actor beyond its updates: old statistics, precision, what reaches the output layer, and losses that are not finite."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -85,14 +86,20 @@ def in_fp32(case: cases.Case) -> dict[str, Any]:
     "layout", slow_but([{}], [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}, {"dp": 2}]), ids=str
 )
 def test_bf16_follows_fp32(case: cases.Case, in_fp32: dict[str, Any], layout: dict) -> None:
-    """Weights in bf16, statistics and masters in fp32; every gradient within bf16's rounding of fp32's."""
+    """Weights in bf16, statistics and masters in fp32; every gradient within bf16's rounding of fp32's.
+
+    A layer rounds 11 tensors forward (two norms, the projection to q, k and v, their norm and rotation, attention, its
+    projection, three of the MLP, two residuals) and two gradients for each backward, independently and by at most half of eps.
+    The derivatives of norms and softmax increase that, by less than 2.
+    """
     cfg = cases.run_config(case.model, layout)
     cfg = replace(cfg, model=replace(cfg.model, precision="bf16"))
     ranks = run_world(cfg.parallel.world_size, low_precision_step, cfg, case.batches[0])
     gradients = {name: g for r in ranks for name, g in r["gradients"].items()}
     assert gradients.keys() == in_fp32["gradients"].keys()
     worst = max(cases.distance(g, in_fp32["gradients"][name]) for name, g in gradients.items())
-    assert worst <= 0.08, worst  # 0.053 to 0.056 on all of these layouts, one rank included
+    layers = json.loads((case.model / "config.json").read_text())["num_hidden_layers"]
+    assert worst <= torch.finfo(torch.bfloat16).eps * (33 * layers) ** 0.5, worst
     for r in ranks:
         assert r["dtypes"] == {torch.bfloat16} and r["masters"] == {torch.float32} and r["still"] == 0
         assert r["grad_norm"] == pytest.approx(in_fp32["grad_norm"], rel=5e-3)

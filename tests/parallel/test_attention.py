@@ -160,7 +160,7 @@ def test_packed_sequences_match_plain_attention(cp: int, packs: bool) -> None:
 @pytest.mark.parametrize(
     ("cp", "dtype", "tolerance"),
     [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12), (4, torch.float64, 1e-12), (1, torch.float32, 1e-6),
-     (1, torch.bfloat16, 8e-3)],
+     (1, torch.bfloat16, 1.03e-2)],  # sqrt(7) 2^-8: q, k, v, the gradient, P, dS and the result are rounded, by at most 2^-8
 )  # fmt: skip
 def test_responses_see_the_prompt_that_they_share(cp: int, dtype: torch.dtype, tolerance: float, packs: bool) -> None:
     """Several families, with padding behind the prompt, among sequences of their own; one response, and none."""

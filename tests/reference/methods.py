@@ -1,4 +1,4 @@
-"""The methods by name, spelled out from their papers: only what each is made of. See `parts.Method`."""
+"""The methods by name, spelled out from their papers: only what each is made of. See `audit.reference.Formula`."""
 
 from __future__ import annotations
 

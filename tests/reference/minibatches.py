@@ -13,11 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.reference import objectives as reference
-from tests.reference.parts import Method, Response
+from tepo_megatron.audit.reference import Formula, Outcome, ReferenceBatch, evaluate
 
 LENGTHS = (1, 5, 17, 2, 0, 30, 1, 8, 3, 12)  # |y|; one response without any token
 MARGIN = 1e-4  # cases with a number closer to its threshold are left out
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response of |y| >= 0 tokens: advantage, prompt, and of each token nats under the other policies and a key."""
+
+    advantage: float
+    old: list[float]
+    old_entropy: list[float]
+    rollout: list[float]
+    ref: list[float]
+    keys: list[int]
+    prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,20 @@ class Batch:
     def keys(self) -> Tensor:
         """Return the random keys, int64 [N]."""
         return torch.tensor([k for r in self.responses for k in r.keys], dtype=torch.int64)
+
+    def inputs(self, logprob: Tensor, entropy: Tensor, teacher_kl: Tensor | None = None) -> ReferenceBatch:
+        """Return the minibatch for the reference, with these current statistics; the weighting uses them too."""
+        lengths, old = torch.tensor([len(r.old) for r in self.responses]), self.flat("old")
+        advantages = torch.tensor([r.advantage for r in self.responses], dtype=torch.float64)
+        inputs = {
+            "logprob": logprob, "entropy": entropy, "old_logprob": old, "old_entropy": self.flat("old_entropy"),
+            "rollout_logprob": self.flat("rollout"), "ref_logprob": self.flat("ref"),
+            "group_advantage": advantages.repeat_interleave(lengths),
+            "weighting_logprob": logprob.detach(), "weighting_entropy": entropy.detach(),
+            "weighting_log_ratio": logprob.detach() - old, "weighting_key": self.keys,
+        }  # fmt: skip
+        inputs |= {} if teacher_kl is None else {"teacher_kl": teacher_kl}
+        return ReferenceBatch(lengths, torch.tensor([r.prompt for r in self.responses]), inputs)
 
 
 def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False, tiny: bool = False) -> Batch:
@@ -88,18 +114,30 @@ def gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def expected(method: Method, batch: Batch) -> tuple[reference.Outcome, Tensor, Tensor]:
+def shares(outcome: Outcome) -> dict[str, float]:
+    """Return the share of the tokens that each condition affects."""
+    terms, one = outcome.terms, torch.ones_like(outcome.terms["share"])
+    touched = {
+        "clipped": terms["clipped"],
+        "masked": terms["kl_mask"],
+        "weighted": (terms.get("weight", one) < 0.99) | (terms.get("penalty", 0 * one) > 0),
+        "corrected": (terms.get("correction", one) - 1).abs() > 0.01,
+    }
+    return {name: float(x.sum()) / max(1, x.numel()) for name, x in touched.items()}
+
+
+def expected(method: Formula, batch: Batch) -> tuple[Outcome, Tensor, Tensor]:
     """Return the reference's answer, and its gradients with respect to the log-probs and to the entropies."""
     x, h = batch.logprob.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
-    outcome = reference.evaluate(method, batch.responses, x, h)
+    outcome = evaluate(method, batch.inputs(x, h))
     if outcome.loss.requires_grad:
         outcome.loss.backward()
     return outcome, gradient(x), gradient(h)
 
 
 def fair_cases(
-    method: Method, count: int, drawn: Callable[[int], Batch]
-) -> Iterator[tuple[Batch, tuple[reference.Outcome, Tensor, Tensor]]]:
+    method: Formula, count: int, drawn: Callable[[int], Batch]
+) -> Iterator[tuple[Batch, tuple[Outcome, Tensor, Tensor]]]:
     """Return the first `count` batches, by seed, with nothing within MARGIN of its threshold, and their expected answers."""
     for seed in itertools.count():
         batch = drawn(seed)

@@ -17,7 +17,6 @@ import torch
 from tepo_megatron.config import Config
 from tepo_megatron.types import TrainBatch
 from tests.parallel import cases
-from tests.parallel.test_families import HYBRID_TOLERANCE
 from tests.tiny import hybrid_config
 from tests.transformer_engine import models
 from tests.worlds import run_world
@@ -84,7 +83,7 @@ def test_layout_equals_reference(
     case = made[embeddings]
     cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", fused=fused, training=_keys(max_tokens))
     ranks = run_world(cfg.parallel.world_size, _train, cfg, case.batches)
-    cases.compare(ranks, case.steps, HYBRID_TOLERANCE if embeddings == "hybrid" else cases.TOLERANCE)
+    cases.compare(ranks, case.steps, lambda: cases.reference_steps(case.model, case.batches, torch.float32))
 
 
 @pytest.mark.parametrize(("embeddings", "layout"), [("tied", "DP2"), ("untied", "DP2")])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
@@ -18,7 +19,6 @@ from tests.conformance.check import Subject
 from tests.conformance.parts import Part
 from tests.objective_cases import replaced
 from tests.reference.methods import METHODS
-from tests.reference.parts import MAX_RESPONSE_TOKENS, Method
 
 # coefficients and shares that are large enough for every part to have a visible effect
 _LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2, "cov_low": 0.3}
@@ -55,7 +55,7 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
         segments=Segments(sequence_R, part.length.clamp(min=1).to(dtype), None, position_R, torch.zeros_like(position_R)),
         group_tokens_R=torch.ones(0, dtype=dtype),  # the kit knows no prompts
         whole=Denominators(
-            *(torch.tensor(x, dtype=dtype) for x in (max(1, part.tokens), part.sequences, 1, MAX_RESPONSE_TOKENS))
+            *(torch.tensor(x, dtype=dtype) for x in (max(1, part.tokens), part.sequences, 1, Formula.max_response_tokens))
         ),
         ref_logprob_R=part.ref_logprob[mask],
         weights=weights,
@@ -70,7 +70,7 @@ def _subject(name: str, **more: Any) -> Subject:
     return Subject(
         ", ".join([name, *(f"{k}={v}" for k, v in more.items())]),
         loss_of(replaced(OBJECTIVES[name], **parts)),
-        Method(**(method | parts)),
+        Formula(**(method | parts)),
         splits_sequences=not reaches_over_sequences,
     )
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
 
 NEEDS = "trl, installed with torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _MEANS = "averages means of microbatches, which is the minibatch's mean where all hold as many sequences"
@@ -73,31 +73,31 @@ def subjects() -> list[Subject]:
     tokens = dict.fromkeys((*means, "equal microbatches", "2 ranks", "split sequences"), _TOKENS)
     bounds: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.28}
     return [
-        Subject("grpo", loss_of("grpo"), Method(**plain | per_sequence), says=means),
-        Subject("bnpo", loss_of("bnpo"), Method(**plain), True, tokens),
+        Subject("grpo", loss_of("grpo"), Formula(**plain | per_sequence), says=means),
+        Subject("bnpo", loss_of("bnpo"), Formula(**plain), True, tokens),
         Subject(
-            "dr_grpo, maximum length 1", loss_of("dr_grpo"), Method(**plain | {"aggregate": "sequence_mean_token_sum"}),
+            "dr_grpo, maximum length 1", loss_of("dr_grpo"), Formula(**plain | {"aggregate": "sequence_mean_token_sum"}),
             says=means,
         ),
-        Subject("dapo", loss_of("dapo", **bounds), Method(**higher), True),
-        Subject("dapo, KL to the reference", loss_of("dapo", beta=0.1, **bounds), Method(**higher | {"ref_beta": 0.1}), True),
+        Subject("dapo", loss_of("dapo", **bounds), Formula(**higher), True),
+        Subject("dapo, KL to the reference", loss_of("dapo", beta=0.1, **bounds), Formula(**higher | {"ref_beta": 0.1}), True),
         Subject(
             "dapo, importance-weighted KL to the reference", loss_of("dapo", beta=0.1, bias_correction=True, **bounds),
-            Method(**higher | {"ref_beta": 0.1, "ref_kl": "k3_importance_weighted"}), True,
+            Formula(**higher | {"ref_beta": 0.1, "ref_kl": "k3_importance_weighted"}), True,
         ),
-        Subject("sapo", loss_of("sapo"), Method(**METHODS["sapo"] | unclamped), says=means),
-        Subject("dapo, delta=3", loss_of("dapo", delta=3.0, **bounds), Method(**higher | {"dual_clip": 3.0}), True),
+        Subject("sapo", loss_of("sapo"), Formula(**METHODS["sapo"] | unclamped), says=means),
+        Subject("dapo, delta=3", loss_of("dapo", delta=3.0, **bounds), Formula(**higher | {"dual_clip": 3.0}), True),
         Subject(
-            "dapo, entropy bonus", loss_of("dapo", entropy_coef=0.1, **bounds), Method(**higher | {"entropy_coefficient": 0.1}),
-            True, tokens,
+            "dapo, entropy bonus", loss_of("dapo", entropy_coef=0.1, **bounds),
+            Formula(**higher | {"entropy_coefficient": 0.1}), True, tokens,
         ),
-        Subject("cispo", loss_of("cispo", epsilon_high=5.0), Method(**METHODS["cispo"] | unclamped), True),
+        Subject("cispo", loss_of("cispo", epsilon_high=5.0), Formula(**METHODS["cispo"] | unclamped), True),
         Subject(
-            "grpo, sequence level (GSPO)", loss_of("grpo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4), Method(**gspo),
+            "grpo, sequence level (GSPO)", loss_of("grpo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4), Formula(**gspo),
             says=means,
         ),
         Subject(
             "luspo, sequence level", loss_of("luspo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-            Method(**gspo | {"aggregate": "sequence_mean_token_sum"}), says=means,
+            Formula(**gspo | {"aggregate": "sequence_mean_token_sum"}), says=means,
         ),
     ]  # fmt: skip

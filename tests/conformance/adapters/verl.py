@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
 
 NEEDS = "verl, installed with torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _PART = "chooses by the covariances of each microbatch, not of the minibatch"
@@ -62,7 +62,7 @@ def subjects() -> list[Subject]:
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     grpo = METHODS["grpo"] | {"dual_clip": 3.0}
     found = [
-        Subject(f"vanilla, {mode}", loss_of("vanilla", mode, **clip), Method(**grpo | {"aggregate": aggregate}), splits)
+        Subject(f"vanilla, {mode}", loss_of("vanilla", mode, **clip), Formula(**grpo | {"aggregate": aggregate}), splits)
         for mode, aggregate, splits in (
             ("token-mean", "token_mean", True),
             ("seq-mean-token-sum", "sequence_mean_token_sum", True),
@@ -81,20 +81,20 @@ def subjects() -> list[Subject]:
         Subject(
             "vanilla, KL to the reference",
             loss_of("vanilla", "token-mean", ref_beta=0.1, **clip),
-            Method(**grpo | {"ref_beta": 0.1}),
+            Formula(**grpo | {"ref_beta": 0.1}),
             True,
             {"huge ratios": "bounds each token's KL at 10"},
         ),
         Subject(
             "gspo",
             loss_of("gspo", "seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4),
-            Method(**METHODS["gspo"]),
+            Formula(**METHODS["gspo"]),
             says={"huge ratios": huge},
         ),
         Subject(
             "geo_mean (GMPO)",
             loss_of("geo_mean", "seq-mean-token-mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
-            Method(**METHODS["gmpo"] | unclamped),
+            Formula(**METHODS["gmpo"] | unclamped),
             says=dict.fromkeys(
                 (
                     "equal microbatches",
@@ -106,22 +106,25 @@ def subjects() -> list[Subject]:
                 "takes the mean over the sequences of each microbatch",
             ),
         ),
-        Subject("sapo", loss_of("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05), Method(**METHODS["sapo"])),
-        Subject("gpg", loss_of("gpg", "token-mean"), Method(**METHODS["gpg"]), True),
+        Subject("sapo", loss_of("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05), Formula(**METHODS["sapo"])),
+        Subject("gpg", loss_of("gpg", "token-mean"), Formula(**METHODS["gpg"]), True),
         Subject(
-            "cispo", loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=4.0), Method(**METHODS["cispo"]), True
+            "cispo",
+            loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=4.0),
+            Formula(**METHODS["cispo"]),
+            True,
         ),
         Subject(
             "clip_cov, all candidates",
             loss_of("clip_cov", "token-mean", clip_ratio_low=1.0, clip_ratio_high=1.0, policy_loss=clip_cov),
-            Method(**METHODS["clip_cov"] | unclamped | {"cov_share": 1.0, "cov_low": 0.3, "cov_high": 5.0}),
+            Formula(**METHODS["clip_cov"] | unclamped | {"cov_share": 1.0, "cov_low": 0.3, "cov_high": 5.0}),
             True,
             own_means,
         ),
         Subject(
             "kl_cov",
             loss_of("kl_cov", "token-mean", policy_loss={"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}),
-            Method(**METHODS["kl_cov"] | unclamped | {"cov_share": 0.2}),
+            Formula(**METHODS["kl_cov"] | unclamped | {"cov_share": 0.2}),
             True,
             own_means | {"equal rewards": "ranks equal covariances by place, not by the tokens' random keys"},
         ),

@@ -12,8 +12,8 @@ EXHIBITS = (
         bug="The audit computes every term again, the KL among them, and leaves the KL out of the token's loss.",
         cost="A loss whose KL coefficient has no effect agrees with its audit, and a right one does not.",
         symbol="evaluate",
-        old='value_N = value_N - o.beta * found["kl"]',
-        new='value_N = value_N - 0.0 * found["kl"]',
+        old='-m.beta * terms["kl"]',
+        new='-0.0 * terms["kl"]',
         tests=("tests/parallel/test_audit.py::test_every_row_is_computed_again",),
     ),
     Exhibit(
@@ -45,8 +45,8 @@ EXHIBITS = (
         bug="Every token that is compared with a threshold counts as near to it, and tokens near to one are not judged.",
         cost="No wrong number of an objective with clipping is ever found, and every audit says that everything agrees.",
         symbol="Comparisons.above",
-        old="(np.abs(a - b) <= _NEAR * np.minimum(np.abs(a), np.abs(b)) + _NEAR_ZERO)",
-        new="(np.abs(a - b) <= np.inf)",
+        old="NEAR * torch.minimum(a.abs(), b.abs()) + NEAR_ZERO",
+        new="torch.inf",
         tests=("tests/parallel/test_audit.py::test_one_changed_number_is_found",),
     ),
     Exhibit(

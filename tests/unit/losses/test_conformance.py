@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tepo_megatron.audit.reference import Formula
 from tests.conformance.__main__ import main
 from tests.conformance.adapters import own
 from tests.conformance.answers import errors, right_answer
@@ -17,9 +18,8 @@ from tests.conformance.check import Result, Subject, check, check_all
 from tests.conformance.diagnosis import suspects
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
 
-GRPO = Method(**METHODS["grpo"])
+GRPO = Formula(**METHODS["grpo"])
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -100,7 +100,7 @@ def test_own_rows_pass(subject: Subject) -> None:
 def test_a_wrong_loss_fails_and_the_mistake_is_named(
     loss: Callable[[Part], Tensor], parts: dict[str, Any], case: str, said: str
 ) -> None:
-    method = Method(**METHODS["grpo"] | parts)
+    method = Formula(**METHODS["grpo"] | parts)
     result = check(Subject("wrong", loss, method), BY_NAME[case])
     assert result.passed is False and said in result.usually
     assert said in result.message and "expected" in result.message and "got" in result.message
@@ -115,7 +115,7 @@ def test_only_the_cases_that_a_mistake_touches_fail() -> None:
 @pytest.mark.parametrize("row", ["tepo", "grpo", "clip_cov"])
 def test_the_cases_tell_mistakes_from_the_right_answer(row: str) -> None:
     """Each that the kit knows, and that can be made in a row, changes the answer to one of four cases."""
-    method = Method(**METHODS[row] | {k: v for k, v in {"beta": 0.5, "cov_share": 0.2}.items() if METHODS[row].get(k)})
+    method = Formula(**METHODS[row] | {k: v for k, v in {"beta": 0.5, "cov_share": 0.2}.items() if METHODS[row].get(k)})
     whole = [BY_NAME[name] for name in ("whole", "whole, again", "whole, once more", "huge ratios")]
     unseen: set[str] | None = None
     for case in whole:

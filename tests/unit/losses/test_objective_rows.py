@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.audit import advantages as reference
+from tepo_megatron.audit.reference import Formula
 from tepo_megatron.losses import OBJECTIVES
 from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.types import Rollout
 from tests.objective_cases import Batch, compare, draw, fair_cases, method_of, replaced
-from tests.reference import rewards as reference
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
+from tests.reference.minibatches import shares
+from tests.reference.rewards import overlong_penalty, reward_towards_reference
 
 # instead of a row's own coefficients and shares, so that no part drowns in another and more than one token is chosen
 LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2}
@@ -44,7 +46,7 @@ def test_the_numbers_of_a_row(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_computes_its_method(name: str) -> None:
     """The method is built from the reference's table alone, so that a part that only the row has shows."""
-    for batch, theirs in fair_cases(Method(**METHODS[name]), 6, moving):
+    for batch, theirs in fair_cases(Formula(**METHODS[name]), 6, moving):
         compare(OBJECTIVES[name], batch, theirs)
 
 
@@ -53,14 +55,14 @@ def test_a_row_computes_its_method(name: str) -> None:
 def test_a_row_with_larger_coefficients(name: str) -> None:
     parts = larger(METHODS[name])
     objective = replaced(OBJECTIVES[name], **{k: v for k, v in parts.items() if k in LARGER and v})
-    for batch, theirs in fair_cases(Method(**parts), 6, moving):
+    for batch, theirs in fair_cases(Formula(**parts), 6, moving):
         compare(objective, batch, theirs)
 
 
 def share(parts: dict[str, Any], name: str) -> float:
     """The mean share of tokens that a condition touches in the cases of these tests."""
-    cases = list(fair_cases(Method(**parts), 6, moving))
-    return sum(theirs[0].shares[name] for _, theirs in cases) / len(cases)
+    cases = list(fair_cases(Formula(**parts), 6, moving))
+    return sum(shares(theirs[0])[name] for _, theirs in cases) / len(cases)
 
 
 LEAST = {"clip_cov": 0.005, "cispo": 0.005, "dppo": 0.03, "dppo_kl": 0.03}
@@ -114,8 +116,11 @@ def test_gdpo_normalises_every_term_in_its_group(shaping: float) -> None:
             rollouts([[0.0] * len(g) for g in TERMS]), itertools.chain(*TERMS), itertools.chain(*more), strict=True
         )
     ]
-    groups = [[[*values, x] for values, x in zip(g, extra, strict=True)] for g, extra in zip(TERMS, more, strict=True)]
-    expected = reference.gdpo_advantages(groups, [*weights, 1.0]) if shaping else reference.gdpo_advantages(TERMS, weights)
+    terms = [[list(zip(weights, values, strict=True)) for values in g] for g in TERMS]
+    rewards = [
+        [sum(w * v for w, v in own) + x for own, x in zip(g, extra, strict=True)] for g, extra in zip(terms, more, strict=True)
+    ]
+    expected = reference.group_advantages("gdpo", rewards, terms)
     assert group_advantages(graded, "gdpo").tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
@@ -125,8 +130,8 @@ def test_advantages_after_a_reference_kl_in_the_reward(kind: str, extreme: bool)
     """r - ref_beta sum KL(l_old - l_ref), before the groups are compared."""
     responses = draw(3, (3, 1, 12, 5, 2, 7), extreme=extreme).responses
     rewards = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0]
-    method = Method("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
-    shaped = [reference.reward_towards_reference(method, r, s) for r, s in zip(rewards, responses, strict=True)]
+    method = Formula("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
+    shaped = [reward_towards_reference(method, r, s) for r, s in zip(rewards, responses, strict=True)]
     expected = reference.group_advantages("std", [shaped[:3], shaped[3:]])
     apart = [torch.tensor(s.old).double() - torch.tensor(s.ref).double() for s in responses]
     penalty = [0.1 * ESTIMATORS[kind](x, torch.zeros_like(x)).sum() for x in apart]
@@ -139,5 +144,5 @@ def test_overlong_penalty(penalty: float) -> None:
     """DAPO's own numbers: a limit of 20480 tokens, of which the last 4096 cost."""
     shaping = OverlongShaping(20480, 4096, penalty)
     for tokens in (0, 1, 16383, 16384, 16385, 18432, 20479, 20480):
-        assert shaping.term(tokens) == pytest.approx(reference.overlong_penalty(tokens, 20480, 4096, penalty), rel=1e-12)
+        assert shaping.term(tokens) == pytest.approx(overlong_penalty(tokens, 20480, 4096, penalty), rel=1e-12)
     assert shaping.term(18432) == -penalty / 2 and shaping.term(20480) == -penalty

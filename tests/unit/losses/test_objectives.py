@@ -11,7 +11,7 @@ from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.ratio import sequence_ratio
 from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
 from tests.objective_cases import Batch, draw, inputs_of, ours, replaced
-from tests.reference.parts import Response
+from tests.reference.minibatches import Response
 
 
 def one_response(advantage: float, log_ratios: list[float], **parts: list[float]) -> Batch:
