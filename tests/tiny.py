@@ -26,10 +26,10 @@ PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=?.,() \n\\{}" + "abcdefghijklmnopqrstuvwxyz"
 
 
-def char_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and VOCAB_SIZE ids; ids 0-3 are pad, bos, eos, unknown."""
+def char_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character and `vocab_size` ids; ids 0-3 are pad, bos, eos, unknown."""
     tokens = [PAD, BOS, EOS, UNKNOWN, *CHARACTERS]
-    tokens += [f"<extra_{i}>" for i in range(len(tokens), VOCAB_SIZE)]
+    tokens += [f"<extra_{i}>" for i in range(len(tokens), vocab_size)]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -1,0 +1,93 @@
+"""A server of the rehearsal, with vLLM's routes and binary answers, the lengths of a recipe, and the times of a table.
+
+    python -m tests.rehearsal.server PORT HOST MODEL
+
+A sample depends on (seed, prompt) alone. It ends with an answer to the prompt's fraction that is right or wrong, as the seed
+says; at some prompts all samples are. Asked to stop at a token of its own, it may end with a sum for the agent's calculator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
+from tests.counting_servers import CountingServer
+
+TIMES = yaml.safe_load(Path(__file__).with_name("times.yaml").read_text())
+TENSORS = 443  # of Qwen3-14B
+MEAN_TOKENS, SPREAD = 2048, 0.8  # of a response, log-normal, as `tepo plan` assumes the mean
+PROBLEM = re.compile(r"(\d+)/(\d+)=\?")
+
+
+class RehearsalServer(CountingServer):
+    """The server. It takes an update only if all tensors of the model came."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+        self.ids = {token: i for token, i in vocabulary.items() if len(token) == 1}
+        self.characters = {i: token for token, i in self.ids.items()}
+        self.vocab_size = len(vocabulary)
+        self.config = json.loads((model / "config.json").read_text())
+        self.label, self.names = "default", set[str]()
+
+    async def respond(self, path: str, body: dict[str, Any]) -> tuple[str, bytes]:
+        if path != "/v1/completions":
+            return await super().respond(path, body)
+        label, prompt = self.label, body["prompt"]
+        samples = [self.sample(body, prompt, k) for k in range(body["n"])]
+        longest = max(sample.ids_T.size for sample in samples)
+        await asyncio.sleep(TIMES["prefill_per_1k_tokens"] * len(prompt) / 1000 + TIMES["decode_per_token"] * longest)
+        assert label == self.label, "the weights changed while it sampled"
+        return CONTENT_TYPE, encode(samples)
+
+    def sample(self, body: dict[str, Any], prompt: list[int], k: int) -> Sample:
+        chance = np.random.default_rng([body["seed"] + k, ids_crc(prompt)])
+        text = "".join(self.characters.get(i, "") for i in prompt)
+        a, b = map(int, PROBLEM.search(text).groups())
+        right = chance.random() < (0.0, 1.0, 0.4, 0.5, 0.6)[(7 * a + b) % 5]
+        form = chance.choice(["\\frac{%d}{%d}" % (a, b), f"{a}/{b}", f"{3 * a}/{3 * b}"]) if right else f"{a + 1}/{b}"
+        end = [*(self.ids[c] for c in f"\\boxed{{{form}}}"), self.config["eos_token_id"]]
+        if self.ids["="] in body["stop_token_ids"] and chance.random() < 0.5:
+            end = [self.ids[c] for c in "1+2="]
+        median = np.log(MEAN_TOKENS) - SPREAD**2 / 2
+        length = max(len(end), round(chance.lognormal(median, SPREAD)))
+        ids = np.append(chance.integers(64, self.vocab_size, length - len(end)), end)[: body["max_tokens"]]
+        logprobs = -chance.exponential(0.5, ids.size)
+        reason = "stop" if length <= body["max_tokens"] else "length"
+        return Sample(reason, self.label, len(prompt), ids_crc(prompt), ids.astype(np.int32), logprobs.astype(np.float32))
+
+    def answer(self, path: str, body: dict[str, Any]) -> object:
+        match path:
+            case "/update_weights":
+                for source in body["update_info"]["sources"]:
+                    self.names |= {tensor["name"] for tensor in json.loads(source)["contents"]}
+            case "/finish_weight_update":
+                assert len(self.names) == TENSORS, f"{len(self.names)} tensors came"
+                self.label, self.names = body["weight_version"], set()
+            case "/reset_prefix_cache":
+                return {"success": True}
+            case "/weight_info":
+                return {"weight_version": self.label}
+            case "/v1/models":
+                return {"data": [{"max_model_len": self.config["max_position_embeddings"]}]}
+            case "/counts":
+                return {"most_open": self.most_open, "requests": self.requests, **self.largest}
+        return super().answer(path, body)
+
+
+async def main(port: int, host: str, model: Path) -> None:
+    await RehearsalServer(model).start(host, port)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
