@@ -1,1 +1,1 @@
-"""A rehearsal at full size (`make rehearsal`): the real service of a recipe, with scripted engines and ranks, under a fast clock."""
+"""A rehearsal at full size (`make rehearsal`): a recipe's real service with scripted engines and ranks, under a fast clock."""

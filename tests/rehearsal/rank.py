@@ -1,7 +1,7 @@
 """`tepo train` whose ranks have no model: python -m tests.rehearsal.rank train CONFIG [--key value ...]
 
-The loop of a rank, its calls of the service, the way of a batch to all ranks and the pushes are those of `train.py`. Scripted are
-actor, mesh, transport and checkpoints, which take the times of `times.yaml`. Started by the launcher, the module is one of the ranks.
+The loop of a rank, its calls of the service, the way of a batch to all ranks and the pushes are those of `train.py`. Scripted
+are actor, mesh, transport and checkpoints, which take the times of `times.yaml`. Started by the launcher, the module is a rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ScriptedTransport:
         if members != self._members:
             ranks = sum(member.ranks for member in members)
             spec = GroupSpec("127.0.0.1", 1, "rehearsal", 1, 1 + ranks, 1, seconds=30.0, join_seconds=300.0)
-            self._receiver.join_groups({member: spec for member in members}).result()
+            self._receiver.join_groups(dict.fromkeys(members, spec)).result()
             self._members = members
 
     def wait(self) -> None:
@@ -212,8 +212,8 @@ def initialize(cfg: Any, platform: Any, seed: int, config: object = None) -> Any
 
 
 def measure_messages(path: Path) -> None:
-    """Write the size of the largest message so far between this process and the service into a file."""
-    largest = 0
+    """Write the size of the largest message of the run between rank 0 and the service into a file."""
+    largest = json.loads(path.read_text())["bytes"] if path.exists() else 0
 
     def note(nbytes: int, way: str) -> None:
         nonlocal largest

@@ -54,7 +54,7 @@ class RehearsalServer(CountingServer):
         text = "".join(self.characters.get(i, "") for i in prompt)
         a, b = map(int, PROBLEM.search(text).groups())
         right = chance.random() < (0.0, 1.0, 0.4, 0.5, 0.6)[(7 * a + b) % 5]
-        form = chance.choice(["\\frac{%d}{%d}" % (a, b), f"{a}/{b}", f"{3 * a}/{3 * b}"]) if right else f"{a + 1}/{b}"
+        form = chance.choice([f"\\frac{{{a}}}{{{b}}}", f"{a}/{b}", f"{3 * a}/{3 * b}"]) if right else f"{a + 1}/{b}"
         end = [*(self.ids[c] for c in f"\\boxed{{{form}}}"), self.config["eos_token_id"]]
         if self.ids["="] in body["stop_token_ids"] and chance.random() < 0.5:
             end = [self.ids[c] for c in "1+2="]
