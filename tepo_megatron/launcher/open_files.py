@@ -13,7 +13,7 @@ from tepo_megatron.utils.open_files import WANTED, raise_open_file_limit
 _BASE = 160
 _PER_RANK = 12  # gloo connections, one in each process group
 _PER_WORKER = 3  # pipes of a grading worker
-_PER_AGENT = 2  # ends of its connection to the gateway, both in the service; all samples of a step are made at once
+_PER_AGENT = 3  # the ends of its connection to the gateway, both in the service, and its request; all samples of a step at once
 
 
 def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig, agents: bool) -> int:

@@ -3,7 +3,7 @@
     python -m tests.rehearsal.server PORT HOST MODEL
 
 A sample depends on (seed, prompt) alone. It ends with an answer to the prompt's fraction that is right or wrong, as the seed
-says; at some prompts all samples are. Asked to stop at a token of its own, it may end with a sum for the agent's calculator.
+says; at some prompts all samples are. Asked to stop at another token, it may end with a sum for the agent's calculator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.counting_servers import CountingServer
 
 TIMES = yaml.safe_load(Path(__file__).with_name("times.yaml").read_text())
 TENSORS = 443  # of Qwen3-14B
-MEAN_TOKENS, SPREAD = 2048, 0.8  # of a response, log-normal, as `tepo plan` assumes the mean
+MEAN_TOKENS, SPREAD = 2048, 0.8  # of a response, log-normal; `tepo plan` assumes the mean
 PROBLEM = re.compile(r"(\d+)/(\d+)=\?")
 
 
@@ -33,61 +33,51 @@ class RehearsalServer(CountingServer):
     def __init__(self, model: Path) -> None:
         super().__init__()
         vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-        self.ids = {token: i for token, i in vocabulary.items() if len(token) == 1}
+        self.vocab_size, self.ids = len(vocabulary), {token: i for token, i in vocabulary.items() if len(token) == 1}
         self.characters = {i: token for token, i in self.ids.items()}
-        self.vocab_size = len(vocabulary)
         self.config = json.loads((model / "config.json").read_text())
         self.label, self.names = "default", set[str]()
 
     async def respond(self, path: str, body: dict[str, Any]) -> tuple[str, bytes]:
         if path != "/v1/completions":
             return await super().respond(path, body)
-        label, prompt = self.label, body["prompt"]
-        samples = [self.sample(body, prompt, k) for k in range(body["n"])]
-        longest = max(sample.ids_T.size for sample in samples)
-        await asyncio.sleep(TIMES["prefill_per_1k_tokens"] * len(prompt) / 1000 + TIMES["decode_per_token"] * longest)
+        label, samples = self.label, [self.sample(body, body["prompt"], k) for k in range(body["n"])]
+        seconds = TIMES["prefill_per_1k_tokens"] * len(body["prompt"]) / 1000
+        await asyncio.sleep(seconds + TIMES["decode_per_token"] * max(sample.ids_T.size for sample in samples))
         assert label == self.label, "the weights changed while it sampled"
         return CONTENT_TYPE, encode(samples)
 
     def sample(self, body: dict[str, Any], prompt: list[int], k: int) -> Sample:
         chance = np.random.default_rng([body["seed"] + k, ids_crc(prompt)])
-        text = "".join(self.characters.get(i, "") for i in prompt)
-        a, b = map(int, PROBLEM.search(text).groups())
+        a, b = map(int, PROBLEM.search("".join(self.characters.get(i, "") for i in prompt)).groups())
         right = chance.random() < (0.0, 1.0, 0.4, 0.5, 0.6)[(7 * a + b) % 5]
         form = chance.choice([f"\\frac{{{a}}}{{{b}}}", f"{a}/{b}", f"{3 * a}/{3 * b}"]) if right else f"{a + 1}/{b}"
         end = [*(self.ids[c] for c in f"\\boxed{{{form}}}"), self.config["eos_token_id"]]
         if self.ids["="] in body["stop_token_ids"] and chance.random() < 0.5:
             end = [self.ids[c] for c in "1+2="]
-        median = np.log(MEAN_TOKENS) - SPREAD**2 / 2
-        length = max(len(end), round(chance.lognormal(median, SPREAD)))
-        ids = np.append(chance.integers(64, self.vocab_size, length - len(end)), end)[: body["max_tokens"]]
-        logprobs = -chance.exponential(0.5, ids.size)
+        length = max(len(end), round(chance.lognormal(np.log(MEAN_TOKENS) - SPREAD**2 / 2, SPREAD)))
+        ids = np.append(chance.integers(64, self.vocab_size, length - len(end)), end)[: body["max_tokens"]].astype(np.int32)
+        logprobs = -chance.exponential(0.5, ids.size).astype(np.float32)
         reason = "stop" if length <= body["max_tokens"] else "length"
-        return Sample(reason, self.label, len(prompt), ids_crc(prompt), ids.astype(np.int32), logprobs.astype(np.float32))
+        return Sample(reason, self.label, len(prompt), ids_crc(prompt), ids, logprobs)
 
     def answer(self, path: str, body: dict[str, Any]) -> object:
-        match path:
-            case "/update_weights":
-                for source in body["update_info"]["sources"]:
-                    self.names |= {tensor["name"] for tensor in json.loads(source)["contents"]}
-            case "/finish_weight_update":
-                assert len(self.names) == TENSORS, f"{len(self.names)} tensors came"
-                self.label, self.names = body["weight_version"], set()
-            case "/reset_prefix_cache":
-                return {"success": True}
-            case "/weight_info":
-                return {"weight_version": self.label}
-            case "/v1/models":
-                return {"data": [{"max_model_len": self.config["max_position_embeddings"]}]}
-            case "/counts":
-                return {"most_open": self.most_open, "requests": self.requests, **self.largest}
-        return super().answer(path, body)
-
-
-async def main(port: int, host: str, model: Path) -> None:
-    await RehearsalServer(model).start(host, port)
-    await asyncio.Event().wait()
+        if path == "/update_weights":
+            sources = map(json.loads, body["update_info"]["sources"])
+            self.names |= {tensor["name"] for source in sources for tensor in source["contents"]}
+        elif path == "/finish_weight_update":
+            assert len(self.names) == TENSORS, f"{len(self.names)} tensors came"
+            self.label, self.names = body["weight_version"], set()
+        answers = {
+            "/reset_prefix_cache": {"success": True},
+            "/weight_info": {"weight_version": self.label},
+            "/v1/models": {"data": [{"max_model_len": self.config["max_position_embeddings"]}]},
+            "/counts": {"most_open": self.most_open, "requests": self.requests, **self.largest},
+        }
+        return answers.get(path) or super().answer(path, body)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(RehearsalServer(Path(sys.argv[3])).start(sys.argv[2], int(sys.argv[1])))
+    loop.run_forever()
