@@ -45,7 +45,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(FIRST_PYTHON))
 
 .PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
-  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow check lint types format pins clean
+  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -139,7 +139,11 @@ test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 # Whole runs whose clock is X times as fast as their processors: everything takes X times as long as limits know. Needs:
 # apt-get install faketime gcc. ARGS: -k vllm
 slow: $(READY) $(SGLANG)/.ready
-	$(BIN)/python -m tests.fast_clock.clock $(X) $(ARGS)
+	$(BIN)/python -m tests.fast_clock.clock $(X) tests/fast_clock $(ARGS)
+
+# The service of the 14B recipe on 64 GPUs at full size, with scripted engines and ranks. Needs the same packages.
+rehearsal: $(READY)
+	$(BIN)/python -m tests.fast_clock.clock 20 tests/rehearsal -s $(ARGS)
 
 # Needs root and: apt-get install slurm-wlm munge
 test-slurm: $(READY) $(LAUNCH)/.ready

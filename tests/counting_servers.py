@@ -19,24 +19,26 @@ class CountingServer:
         open, most_open: Number of open connections now, and the largest so far.
         requests: Number of requests by path.
         seconds: Seconds that an answer takes.
+        largest: Bytes of the largest request, and of the largest answer.
         drops: Paths whose requests are not answered: the connection is closed instead.
         drops_reused: Close a connection at its second request, as if it had been idle for too long.
     """
 
-    def __init__(self, loop: LoopThread) -> None:
+    def __init__(self, loop: LoopThread | None = None) -> None:
         self._loop = loop
         self._writers: set[asyncio.StreamWriter] = set()
         self.opened = self.most_open = 0
         self.requests: Counter[str] = Counter()
+        self.largest = {"request": 0, "answer": 0}
         self.seconds, self.drops, self.drops_reused = 0.0, set[str](), False
 
     @property
     def open(self) -> int:
         return len(self._writers)
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self.connected, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._server = await asyncio.start_server(self.connected, host, port, backlog=1024)
+        self.url = f"http://{host}:{self._server.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
         """End the server: it closes all connections and takes no more."""
@@ -61,15 +63,24 @@ class CountingServer:
                     self.requests[path] += 1
                     if path in self.drops or (self.drops_reused and answered):
                         return
-                    await asyncio.sleep(self.seconds)
-                    data = json.dumps(self.answer(path, body)).encode()
-                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data))
+                    kind, data = await self.respond(path, body)
+                    self.note("request", length)
+                    self.note("answer", len(data))
+                    writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode())
                     writer.write(data)
                     await writer.drain()
                     answered += 1
         finally:
             self._writers.discard(writer)
             writer.close()
+
+    def note(self, what: str, nbytes: int) -> None:
+        self.largest[what] = max(self.largest[what], nbytes)
+
+    async def respond(self, path: str, body: dict) -> tuple[str, bytes]:
+        """Return the content type and the content of an answer."""
+        await asyncio.sleep(self.seconds)
+        return "application/json", json.dumps(self.answer(path, body)).encode()
 
     def answer(self, path: str, body: dict) -> object:
         if path != "/v1/completions":

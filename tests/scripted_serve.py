@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from tepo_megatron.config.io import load_config
 from tepo_megatron.inference import engines
+from tepo_megatron.inference.engine_api import EngineApi
 from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.serve import serve
 from tests.scripted_api import ScriptedApi
 
-if __name__ == "__main__":
-    engines.ENGINES["vllm"] = ScriptedApi  # type: ignore[index]
-    slot.BACKOFF_SECONDS = 0.05
-    cfg, host = load_config(sys.argv[1]), sys.argv[2]
+
+def main(config: str, host: str, make_api: Callable[[], EngineApi]) -> None:
+    """Serve with `make_api` in the place of vLLM."""
+    engines.ENGINES["vllm"] = make_api  # type: ignore[index]
+    cfg = load_config(config)
     sections = (cfg.model, cfg.rollout, cfg.sync)
     launch = engines.launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
     serve(cfg.name, cfg.rollout, launch, None, lambda text: print(text, flush=True))
+
+
+if __name__ == "__main__":
+    slot.BACKOFF_SECONDS = 0.05
+    main(sys.argv[1], sys.argv[2], ScriptedApi)

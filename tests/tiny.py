@@ -26,12 +26,16 @@ PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=?.,() \n\\{}" + "abcdefghijklmnopqrstuvwxyz"
 
 
-def char_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and VOCAB_SIZE ids; ids 0-3 are pad, bos, eos, unknown."""
+def char_tokenizer(words: int = 0) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character and VOCAB_SIZE ids; ids 0-3 are pad, bos, eos, unknown.
+
+    `words`: number of further ids, whose tokens are ~0, ~1, ... in hexadecimal.
+    """
     tokens = [PAD, BOS, EOS, UNKNOWN, *CHARACTERS]
-    tokens += [f"<extra_{i}>" for i in range(len(tokens), VOCAB_SIZE)]
+    tokens += [f"<extra_{i}>" for i in range(len(tokens), VOCAB_SIZE)] + [f"~{i:x}" for i in range(words)]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    pattern = Regex(r"~[0-9a-f]+|[\s\S]" if words else r"[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -24,6 +24,7 @@ from tepo_megatron.rollout.conversation import Decode
 
 MOST_BYTES = 8 << 20  # of a request
 _SHUTDOWN_SECONDS = 1.0  # limit since the end of the run: its samples are cancelled; then their connections are closed
+_BACKLOG = 4096  # all samples of a step connect at once; what exceeds the default of 128 is sent again by TCP, seconds later
 _ROUTES = "POST chat/completions and GET models"
 
 
@@ -44,7 +45,7 @@ class Gateway:
         app.router.add_route("*", "/{path:.*}", _not_offered)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=_BACKLOG)
         await site.start()
         self.port = int(self._runner.addresses[0][1])
 

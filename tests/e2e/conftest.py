@@ -127,16 +127,20 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; kill what still runs at the end.
 
     `start` takes, besides the words: engine, the behaviour of the scripted engine; env, further variables; by, the arguments
-    that start the module, instead of this Python.
+    that start the module, instead of this Python; module, another one that takes the words.
     """
     started: list[Command] = []
 
     def start(
-        *words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None, by: Sequence[str] = ()
+        *words: str | Path,
+        engine: str | None = None,
+        env: Mapping[str, str] | None = None,
+        by: Sequence[str] = (),
+        module: str | None = None,
     ) -> Command:
         mark = uuid.uuid4().hex
-        module = "tepo_megatron" if engine is None else "tests.e2e.scripted_run"
-        plain = engine is None and not by
+        plain = engine is None and not by and module is None
+        module = module or ("tepo_megatron" if engine is None else "tests.e2e.scripted_run")
         program = [Path(sys.executable).parent / "tepo"] if plain else [*(by or [sys.executable]), "-m", module]
         log = folder / f"output-{len(started)}.txt"
         process = subprocess.Popen(

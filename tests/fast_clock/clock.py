@@ -1,4 +1,4 @@
-"""Run whole runs under a fast clock, after its self-test: `python -m tests.fast_clock.clock SPEED [ARGUMENTS OF PYTEST]`."""
+"""Run whole runs under a fast clock, after its self-test: `python -m tests.fast_clock.clock SPEED ARGUMENTS OF PYTEST`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(speed: str, *arguments: str) -> int:
     status = subprocess.run([sys.executable, "-m", "tests.fast_clock.waits", speed], cwd=ROOT, env=environment).returncode
     sweep()
     os.environ[SPEED] = speed
-    return status or pytest.main(["-m", "fast_clock", *arguments, "tests/fast_clock"])
+    return status or pytest.main(["-m", "fast_clock", *arguments])
 
 
 if __name__ == "__main__":

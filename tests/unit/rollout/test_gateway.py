@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+import socket
 import string
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.gateway import Gateway
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.loop import LoopThread
 
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -252,6 +256,26 @@ if counted() == 2:
 async with at_once:
     await asyncio.sleep(0.01)
     await ask(user('b'))"""
+
+
+def test_all_samples_of_a_step_connect_while_the_gateway_is_busy() -> None:
+    loop, gateway, over = LoopThread("gateway"), Gateway(str), threading.Event()
+
+    async def busy() -> None:
+        over.wait(60.0)
+
+    loop.run(gateway.start())
+    held = loop.submit(busy())
+    try:
+        with ExitStack() as stack:
+            for _ in range(512):  # a connection beyond the queue is refused without a word, again and again
+                stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), timeout=10.0))
+            over.set()
+            held.result(60.0)
+            loop.run(gateway.close())
+    finally:
+        over.set()
+        loop.stop()
 
 
 @pytest.mark.slow
