@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tepo_megatron.config import Config, LoggingConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
@@ -37,9 +36,6 @@ from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.record import Replay
-
-if TYPE_CHECKING:
-    pass
 
 SERVER_LOG = "server.log"
 

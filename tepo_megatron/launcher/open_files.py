@@ -1,7 +1,5 @@
 """Check that this machine lets the processes of a run open as many files as they need."""
 
-import math
-
 from tepo_megatron.config import RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.servers.client import CONTROL_CONNECTIONS
@@ -20,12 +18,10 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig, 
     """Return how many files, pipes and connections one process of the run must be able to open, with one request per server.
 
     With a limit that is too low for `rollout.server.concurrency` requests per server, the run sends fewer (`ServerPool`).
-    `agents`: whether `rollout.function` is an agent.
     """
     requests = rollout.servers * (1 + CONTROL_CONNECTIONS)
-    samples = math.ceil(rollout.prompts_per_step * rollout.oversample) * rollout.samples_per_prompt
-    files = _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
-    return files + _PER_AGENT * samples * agents
+    requests += agents * int(_PER_AGENT * rollout.prompts_per_step * rollout.oversample * rollout.samples_per_prompt)
+    return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 
 def check_open_files(needed: int) -> None:

@@ -45,8 +45,7 @@ class Gateway:
         app.router.add_route("*", "/{path:.*}", _not_offered)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=_BACKLOG)
-        await site.start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
         self.port = int(self._runner.addresses[0][1])
 
     async def close(self) -> None:

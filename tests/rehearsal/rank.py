@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +34,14 @@ def measure_messages(path: Path) -> None:
         def call(self: Connection, *args: Any) -> Any:
             nonlocal largest
             received = method(self, *args)
-            nbytes = len(args[0] if received is None else received.getbuffer())
+            nbytes = len(ForkingPickler.dumps(args[0] if args else received))
             if nbytes > largest:
                 path.write_text(json.dumps(largest := nbytes))
             return received
 
         return call
 
-    Connection._send_bytes = measured(Connection._send_bytes)
-    Connection._recv_bytes = measured(Connection._recv_bytes)
+    Connection.send, Connection.recv = measured(Connection.send), measured(Connection.recv)
 
 
 def work(cfg: Config, platform: Any) -> None:
@@ -58,7 +58,7 @@ def work(cfg: Config, platform: Any) -> None:
     train.Actor = SimpleNamespace(open=scripted.open_actor)
     train.make_weight_sync = functools.partial(scripted.make_weight_sync, cfg.model.path)
     train.learn = functools.partial(scripted.learn, run=cfg.run_dir)
-    train.train(cfg, platform, on_hang=launcher._end_at_once)
+    train.train(cfg, platform)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tepo_megatron.types import Rollout
 from tepo_megatron.utils.scratch import WORLD_FOLDER
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry
-from tepo_megatron.weight_sync.buckets import BucketPlan
+from tepo_megatron.weight_sync.buckets import BucketPlan, split_into_buckets
 from tepo_megatron.weight_sync.sync import WeightSync
 from tepo_megatron.weight_sync.transport import Recipient, StagedBucket
 
@@ -80,9 +80,7 @@ class Transport:
             self._loading.result()
             self._loading = None
 
-    def complete(self, reports: Sequence[Any]) -> None: ...
-
-    finish = abort = close = lambda self: None
+    complete = finish = abort = close = lambda *_: None
 
 
 class Checkpoints:
@@ -115,20 +113,15 @@ class Checkpoints:
         path = folders.complete(self._folder, max(steps))
         return FoundCheckpoint(path, max(steps), json.loads((path / "state.json").read_text()), {}, {})
 
-    def load(self, found: FoundCheckpoint, actor: object) -> dict[str, Any]:
-        return found.run_state
+    load = staticmethod(lambda found, actor: found.run_state)
 
 
 def rounds_of(model: str, bucket_bytes: int) -> list[Bucket]:
     """Return the model's tensors in bf16, in buckets of one sender."""
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).named_parameters()
-    buckets: list[list[TensorEntry]] = [[]]
-    for name, parameter in parameters:
-        entry = TensorEntry(name, tuple(parameter.shape), "bfloat16")
-        if buckets[-1] and sum(other.nbytes for other in buckets[-1]) + entry.nbytes > bucket_bytes:
-            buckets.append([])
-        buckets[-1].append(entry)
+    entries: list[Any] = [TensorEntry(name, tuple(parameter.shape), "bfloat16") for name, parameter in parameters]
+    buckets: list[list[Any]] = split_into_buckets(entries, None, lambda entry: entry.nbytes, bucket_bytes)
     return [Bucket(number, 0, tuple(bucket)) for number, bucket in enumerate(buckets)]
 
 
@@ -145,8 +138,8 @@ def read(really: Callable[..., list[Rollout]], times: int, header: BatchHeader, 
     sums = set()
     for _ in range(times):
         rollouts = really(header, *paths)
-        fields = ("token_ids_L", "rollout_logprobs_L", "response_mask_L")
-        sums.add(tuple(float(getattr(r, name).double().sum()) for r in rollouts for name in fields))
+        read_tensors = (x for r in rollouts for x in (r.token_ids_L, r.rollout_logprobs_L, r.response_mask_L))
+        sums.add(tuple(float(x.double().sum()) for x in read_tensors))
     assert len(sums) == 1, "two reads of a batch differ"
     return rollouts
 

@@ -1,6 +1,4 @@
-"""A server of the rehearsal, with vLLM's routes and binary answers, the lengths of a recipe, and the times of a table.
-
-    python -m tests.rehearsal.server PORT HOST MODEL
+"""A server of the rehearsal, with vLLM's routes and binary answers: python -m tests.rehearsal.server PORT HOST MODEL
 
 A sample depends on (seed, prompt) alone. It ends with an answer to the prompt's fraction that is right or wrong, as the seed
 says; at some prompts all samples are. Asked to stop at another token, it may end with a sum for the agent's calculator.
@@ -42,8 +40,7 @@ class RehearsalServer(CountingServer):
         if path != "/v1/completions":
             return await super().respond(path, body)
         label, samples = self.label, [self.sample(body, body["prompt"], k) for k in range(body["n"])]
-        seconds = TIMES["prefill_per_1k_tokens"] * len(body["prompt"]) / 1000
-        await asyncio.sleep(seconds + TIMES["decode_per_token"] * max(sample.ids_T.size for sample in samples))
+        await asyncio.sleep(TIMES["decode_per_token"] * max(sample.ids_T.size for sample in samples))
         assert label == self.label, "the weights changed while it sampled"
         return CONTENT_TYPE, encode(samples)
 

@@ -12,6 +12,7 @@ import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import Qwen3Config
 
 from tepo_megatron.checkpoint.folder import steps
 from tepo_megatron.config.io import load_config
+from tepo_megatron.launcher.open_files import needed_open_files
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import ROOT, Command, commands
 from tests.fast_clock.clock import SPEED, sweep, variables
@@ -41,10 +43,7 @@ LIMIT = 1200.0  # real seconds of one wait
 
 
 def write_inputs(folder: Path, speed: float) -> Path:
-    """Write what the service reads of Qwen3-14B, prompts, and the recipe with fewer ranks; return the recipe.
-
-    The tokenizer is of characters and words. The prompts are fractions behind texts of 256 tokens on average and 2000 at most.
-    """
+    """Write what the service reads of Qwen3-14B, fractions behind texts of 256 tokens on average, and the recipe; return it."""
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"], vocab_size=151_936, hidden_size=5120, intermediate_size=17408,
         num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
@@ -76,9 +75,9 @@ def watched(command: Command, peaks: dict[str, int]) -> Iterator[None]:
 
     def measure(service: psutil.Process) -> None:
         memory = Path(f"/proc/{service.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
-        graders = sum(child.memory_info().rss for child in service.children()) // 2**20
-        now = {"MiB": int(memory) // 1024, "MiB of children": graders, "children": len(service.children())}
-        now |= {"open files": service.num_fds(), "threads": service.num_threads()}
+        graders = [child.memory_info().rss // 2**20 for child in service.children()]
+        sizes = {"MiB": int(memory) // 1024, "MiB of graders": sum(graders), "graders": len(graders)}
+        now = sizes | {"open files": service.num_fds()}
         peaks.update({key: max(value, peaks.get(key, 0)) for key, value in now.items()})
 
     def watch() -> None:
@@ -88,20 +87,19 @@ def watched(command: Command, peaks: dict[str, int]) -> Iterator[None]:
             with suppress(psutil.Error, OSError, IndexError):  # it has not started, or has ended
                 measure(psutil.Process(pids[0]))
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(LIMIT)
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            yield
+        finally:
+            over.set()
+    watching.result(LIMIT)
 
 
-def largest_of(servers: Path, before: dict[str, int]) -> dict[str, int]:
-    """Return the most connections of a server, and the largest request and answer, of all servers in a rendezvous folder."""
+def counts_of(servers: Path) -> list[dict[str, Any]]:
+    """Return what the servers of a rendezvous folder have counted: connections, and bytes of requests and answers."""
     urls = [json.loads(path.read_text())["url"] for path in servers.glob("*.json")]
-    counts = [before, *(json.load(urllib.request.urlopen(f"{url}/counts", timeout=LIMIT)) for url in urls)]
-    return {key: max(count.get(key, 0) for count in counts) for key in ("most_open", "request", "answer")}
+    return [json.load(urllib.request.urlopen(f"{url}/counts", timeout=LIMIT)) for url in urls]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -136,13 +134,13 @@ def test_ten_steps_of_the_14b_recipe(tmp_path: Path) -> None:
             first.until(lambda: len(rows_of(run / "metrics.jsonl")) >= 2, LIMIT)
             os.kill(servers.oldest_server("tests.rehearsal.server"), signal.SIGKILL)
             first.until(lambda: 6 in steps(run / "checkpoints") and len(rows_of(run / TRAINED)) >= 7, LIMIT)
-            largest = largest_of(tmp_path / "servers", {})
+            counts = counts_of(tmp_path / "servers")
             first.process.kill()
         first.assert_nothing_left()
         agent = ("--rollout.function", "examples/agents/calculator.py:calculator")
         with watched(second := train("--resume", "true", *agent), peaks):
             second.until(lambda: rows_of(run / TRAINED)[-1]["step"] == STEPS, LIMIT)
-            largest = largest_of(tmp_path / "servers", largest)
+            counts += counts_of(tmp_path / "servers")
             assert second.wait(LIMIT) == 0, second.output
         second.assert_nothing_left()
         servers.process.terminate()
@@ -155,4 +153,7 @@ def test_ten_steps_of_the_14b_recipe(tmp_path: Path) -> None:
     assert not any(row.get(key) for row in metrics for key in lost), metrics
     assert sum(row["rollout/server_restarts"] for row in metrics) == 1 and "is sampled again" in first.output
     check_accounts(run)
+    cfg = load_config(run / "config.yaml")
+    assert peaks["open files"] <= needed_open_files(PROCESSES, cfg.rollout, cfg.reward, agents=True) and peaks["MiB"] < 2048
+    largest = {key: max(count[key] for count in counts) for key in ("most_open", "request", "answer")}
     print(json.dumps(peaks | largest | {"message": json.loads((run / MESSAGE).read_text())}))
