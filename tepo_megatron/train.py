@@ -35,7 +35,7 @@ from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.platform import Platform
-from tepo_megatron.utils.supervisor import is_restart, supervisor
+from tepo_megatron.utils.processes import LAUNCHER
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def train(
     cfg: Config,
     platform: Platform,
     make_engine: "EngineFactory | None" = None,
-    on_hang: Callable[[str, bool], object] = hang_watchdog.abort,
+    on_hang: Callable[[str], object] = hang_watchdog.abort,
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
@@ -54,7 +54,7 @@ def train(
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
-    kept_by = supervisor() if cfg.restarts_ranks else None
+    kept_by = int(os.environ[LAUNCHER]) if cfg.restarts_ranks and LAUNCHER in os.environ else None
     limits = {"silence_seconds": cfg.parallel.heartbeat_timeout, "start_seconds": cfg.parallel.start_seconds}
     started = start_service(**limits, make_engine=make_engine, supervisor=kept_by) if is_main else contextlib.nullcontext()
     with started as service:
@@ -62,7 +62,7 @@ def train(
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
             traces = StepTracer(ServiceTraces(service), groups, cfg.run_dir, cfg.logging.trace_every)
-            resumes = cfg.resume or is_restart() or (service is not None and service.found)
+            resumes = cfg.resume or (service is not None and service.found)
             ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
@@ -89,7 +89,7 @@ def _open_driver(cfg: Config, service: ServiceClient | None) -> Driver:
 
 
 def _watched(
-    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str, bool], object]
+    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str], object]
 ) -> hang_watchdog.HangWatchdog:
     seconds = {"heartbeat_timeout": cfg.heartbeat_timeout, "stuck_seconds": cfg.stuck_seconds}
     return hang_watchdog.HangWatchdog(

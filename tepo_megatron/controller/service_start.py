@@ -4,8 +4,7 @@
     none         rank 0                  a socket pair                        rank 0
     given        a guard                a UNIX socket in a private folder    the guard, which ends with the supervisor
 
-The supervisor starts rank 0 again after a failure: our launcher, or torchrun's agent. See `utils/supervisor.py` and
-`utils/service_guard.py`.
+The supervisor is the launcher, which starts rank 0 again after a failure. See `utils/service_guard.py`.
 """
 
 import contextlib

@@ -19,7 +19,6 @@ from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import LIFELINE, handlers_restored, reap
-from tepo_megatron.utils.supervisor import AGENT_FILE, read_verdict
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # limit since SIGTERM to the ranks: they end at once, files are written atomically; then SIGKILL
@@ -64,14 +63,15 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     def __init__(
         self,
         argv: Sequence[str],
+        ranks: range,
         size: int,
         folder: Path,
         shared: Mapping[str, str],
         inherit: Sequence[int],
         lifeline: Lifeline,
     ) -> None:
-        """Store what to start; nothing is started yet."""
-        self._argv, self._size, self._folder = argv, size, folder
+        """Store what to start: `ranks` of `size` ranks; nothing is started yet."""
+        self._argv, self._ranks, self._size, self._folder = argv, ranks, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
@@ -83,9 +83,10 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     def start(self) -> None:
         """Start all ranks."""
         inherited = [*self._inherit, self._lifeline]
-        for rank in range(self._size):
+        for rank in self._ranks:
             own = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
+                "RANK": str(rank), "LOCAL_RANK": str(rank - self._ranks.start),
+                "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(len(self._ranks)),
                 ERROR_FILE: str(self._error_file(rank)), LIFELINE: str(self._lifeline),
             }  # fmt: skip
             # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
@@ -106,7 +107,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         while True:
             statuses = [process.poll() for process in self._started]
             if any(statuses):
-                self._running = {rank for rank, status in enumerate(statuses) if status is None}
+                self._running = {r for r, status in zip(self._ranks, statuses, strict=True) if status is None}
                 self._end()
                 return self._failures()
             if all(status == 0 for status in statuses):
@@ -131,7 +132,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
 
     def _failures(self) -> dict[int, RankFailure]:
         found = {}
-        for rank, process in enumerate(self._started):
+        for rank, process in zip(self._ranks, self._started, strict=True):
             if process.returncode:
                 message = _read(self._error_file(rank))
                 found[rank] = RankFailure(process.pid, process.returncode, message, rank in self._running)
@@ -182,7 +183,7 @@ def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> st
 
 
 def leave_message(message: str, expected: bool, restarts: bool) -> None:
-    """Write a rank's last message for the launcher or for torchrun's agent; to stderr if there is neither.
+    """Write a rank's last message for the launcher; to stderr if there is none.
 
     Args:
         expected: Whether it is an error message of ours; False: a traceback.
@@ -193,25 +194,9 @@ def leave_message(message: str, expected: bool, restarts: bool) -> None:
             left = {"message": message, "expected": expected, "restarts": restarts, "time": time.monotonic()}
             replace_file(Path(path), json.dumps(left).encode(), durable=False)
             return
-        if (path := os.environ.get(AGENT_FILE)) is not None:
-            now = time.time()  # torchrun's agent expects wall-clock time
-            extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-            return
     except OSError:  # for example because the disk for temporary files is full
         pass
     print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
-
-
-def has_failed_for_good() -> bool:
-    """Return whether this rank, which torchrun restarted, would only fail again; leave the same message then.
-
-    Call it before anything of the run's folder is touched: what the ranks before have left there is of use.
-    """
-    if (verdict := read_verdict()) is None:
-        return False
-    leave_message(verdict, expected=True, restarts=False)
-    return True
 
 
 @contextlib.contextmanager

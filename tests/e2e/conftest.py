@@ -110,9 +110,10 @@ class Command:
         return found
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks with scripted engines, sorted; their rollout service is a fork of rank 0."""
-        found = {int(line.split()[0]) for line in self.left_over() if "scripted_worker" in line}
-        return sorted(pid for pid in found if psutil.Process(pid).ppid() not in found)
+        """Return the process ids of the ranks, sorted: children of the launcher."""
+        lines = {int(line.split()[0]): line for line in self.left_over()}
+        ranks = {pid for pid, line in lines.items() if "worker /" in line}
+        return sorted(pid for pid in ranks if psutil.Process(pid).ppid() in lines.keys() - ranks)
 
     def assert_nothing_left(self, within: float = 30.0) -> None:
         """Assert that no descendant outlives the command by more than `within` seconds."""

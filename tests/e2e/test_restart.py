@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,6 @@ from tepo_megatron.utils import service_guard
 from tests.e2e.conftest import Command
 from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
 from tests.parallel.resume_worlds import records, weights
-from tests.slurm import free_port
 
 pytestmark = pytest.mark.e2e
 STEPS = 8
@@ -170,35 +168,6 @@ def test_an_error_that_would_come_again_ends_the_run(tepo, arguments, model: Pat
     assert command.wait(2 * BOUND) == 1, command.output
     assert "does not serve the weights" in command.output and "restarted" not in command.output
     command.assert_nothing_left()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("engine", ["slow", "stale"])
-def test_torchrun_restarts_ranks_next_to_the_service(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
-    engine: str,
-) -> None:
-    """Its agent restarts ranks after any error. After one that would come again they end at once, with the same message."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
-    torchrun += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0", "--max-restarts", "2"]
-    run, words = tmp_path / "runs" / "agent", arguments(model, **CONFIG, name="agent")
-    command = tepo(*words, engine=engine, by=torchrun)
-    if engine == "slow":
-        command.until(lambda: taken(run) >= 3, timeout=BOUND)
-        service = service_of(command)
-        os.kill(ranks_of(command)[0], signal.SIGKILL)
-        command.until(lambda: "ranks restarted from the checkpoint" in (run / "log.txt").read_text(), timeout=BOUND)
-        assert service_of(command) == service
-    assert command.wait(4 * BOUND) == (0 if engine == "slow" else 1), command.output
-    command.assert_nothing_left()
-    if engine == "slow":
-        same(run, straight)
-    else:
-        assert "does not serve the weights" in command.output and "ranks restarted" not in (run / "log.txt").read_text()
 
 
 @pytest.mark.full

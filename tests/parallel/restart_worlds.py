@@ -13,7 +13,7 @@ import pytest
 from tepo_megatron.config import Config
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.supervisor import ATTEMPT, LAUNCHER
+from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER
 from tests.parallel.resume_worlds import Kill, journal_rows, run_rank
 from tests.worlds import run_world
 

@@ -83,7 +83,7 @@ def test_ranks_are_restarted_where_they_may_succeed(tmp_path: Path) -> None:
 
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.launcher.ranks.GRACE_SECONDS", 0.5)
-    with Lifeline() as lifeline, RankProcesses(["-c", RANKS], 2, tmp_path, {}, [], lifeline) as ranks:
+    with Lifeline() as lifeline, RankProcesses(["-c", RANKS], range(2), 2, tmp_path, {}, [], lifeline) as ranks:
         ranks.start()
         failures = ranks.wait()
     assert failures[0].status == -signal.SIGKILL and failures[1].status == 1
@@ -97,7 +97,7 @@ def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -
     before = signal.getsignal(signal.SIGTERM)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with Lifeline() as lifeline:
-        sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], 2, tmp_path, {}, [], lifeline)
+        sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], range(2), 2, tmp_path, {}, [], lifeline)
         with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
             ranks.start()
             pids = ranks.pids

@@ -306,7 +306,7 @@ def peak_of(rank: int, words: list[str]) -> int:
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Forty layers instead of two, 800 MB instead of 40: the peak grows by less than a twentieth of that, and one exported file."""
+    """Forty layers instead of two, 800 MB instead of 40: the peak grows by less than a twentieth of that, and one file."""
     peaks = {}
     for layers in (2, 40):
         config = CONFIG | {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": layers, "vocab_size": 1024}
