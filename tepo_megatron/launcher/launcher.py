@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,14 @@ from tepo_megatron.errors import RunStopped, TepoError
 from tepo_megatron.launcher.nodes import Nodes
 from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
-    GRACE_SECONDS,
-    Lifeline,
     RankProcesses,
     first_failure,
     interrupted_by_signals,
     leave_message,
 )
 from tepo_megatron.launcher.restarts import RestartPolicy
+from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
 from tepo_megatron.observability.run_dir import rename_hang
-from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
 from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, die_with_parent
@@ -39,7 +37,6 @@ from tepo_megatron.utils.scratch import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.storage import disk_fault, writing
 
 if TYPE_CHECKING:
-    from tepo_megatron.controller.opening import EngineFactory
     from tepo_megatron.platform import Platform
 
 _ONE_MACHINE = Nodes()
@@ -50,9 +47,15 @@ class RanksFailed(TepoError, RuntimeError):
 
 
 def launch(
-    cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: Sequence[int] = (), nodes: Nodes = _ONE_MACHINE
+    cfg: Config,
+    worker: str = "tepo_megatron.launcher.worker",
+    inherit: Sequence[int] = (),
+    nodes: Nodes = _ONE_MACHINE,
+    service: Sequence[str] = SERVICE,
 ) -> None:
     """Run `python -m WORKER CONFIG` once per rank and wait for all ranks. Restart them as `checkpoint.max_restarts` says.
+
+    The rollout service runs next to rank 0 as `python SERVICE`, and lives on during restarts; without words there is none.
 
     The ranks of one machine rendezvous in a folder that only this user can enter; it also holds their copy of the config. The
     only listening sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another
@@ -67,27 +70,28 @@ def launch(
             with them (PR_SET_PDEATHSIG).
     """
     ranks = nodes.ranks(cfg.parallel.world_size)
+    threads = _threads(len(ranks), cfg.platform)
+    with_ranks = {LAUNCHER: str(os.getpid()), "LOCAL_WORLD_SIZE": str(len(ranks))} | threads
     policy = RestartPolicy(cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0, cfg.run_dir / "checkpoints")
     attempt = 0
     with (
         interrupted_by_signals(None if cfg.rollout.only else partial(_ask_to_stop, cfg.run_dir)),
         make_private_folder("ranks") as private,
         nodes.store(),
-        Lifeline() as lifeline,
-        _service_ends() if cfg.restarts_ranks else contextlib.nullcontext(),
+        ServiceProcess(service, with_ranks) as service_process,
     ):
         while True:
             kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
             words = ["-m", worker, str(_write_config(to_yaml(cfg), folder))]
             rendezvous = nodes.environment if nodes.count > 1 else _local_rendezvous(folder, cfg.rollout.server)
-            environment = {LAUNCHER: str(os.getpid()), ATTEMPT: str(attempt)} | rendezvous | _threads(len(ranks), cfg.platform)
-            with RankProcesses(words, ranks, cfg.parallel.world_size, folder, environment, inherit, lifeline) as processes:
-                processes.start()
+            environment = with_ranks | {ATTEMPT: str(attempt)} | rendezvous
+            with RankProcesses(words, ranks, cfg.parallel.world_size, folder, environment, inherit) as processes:
+                processes.start(service_process if service and nodes.is_first else None)
                 failures = processes.wait()
             allowed = policy.allow(failures, kills) if failures else None
             if allowed is None:
                 break
-            _log(cfg.run_dir, f"{first_failure(failures, kills)}\n{allowed}")
+            _log(cfg.run_dir, f"{service_process.explained(first_failure(failures, kills), kills)}\n{allowed}")
             cfg = replace(cfg, resume=True, overwrite=False)
             rename_hang(cfg.run_dir)
             attempt += 1
@@ -95,7 +99,7 @@ def launch(
     if stopped is not None and stopped.status == os.EX_TEMPFAIL and stopped.message is not None:
         raise RunStopped(str(stopped.message["message"]))
     if failures:
-        raise RanksFailed(first_failure(failures, kills))
+        raise RanksFailed(service_process.explained(first_failure(failures, kills), kills))
 
 
 def _write_config(text: str, folder: Path) -> Path:
@@ -106,15 +110,6 @@ def _write_config(text: str, folder: Path) -> Path:
         config.write_text(text)
         (folder / "heartbeats").mkdir()
     return config
-
-
-@contextlib.contextmanager
-def _service_ends() -> Iterator[None]:
-    """End the rollout service after the block, if rank 0 has left it."""
-    try:
-        yield
-    finally:
-        service_guard.end(service_guard.folder_of(os.getpid()), GRACE_SECONDS)
 
 
 def _log(run_dir: Path, text: str) -> None:
@@ -153,9 +148,7 @@ def threads_of_rank(ranks: int) -> int:
     return max(1, usable_cores() // ranks)
 
 
-def run_rank(
-    cfg: Config, make_engine: "EngineFactory | None" = None, work: "Callable[[Config, Platform], None] | None" = None
-) -> int:
+def run_rank(cfg: Config, work: "Callable[[Config, Platform], None] | None" = None) -> int:
     """Train as this process's rank; return the exit status: 0, 1 after an error, 75 (rank 0) if the run was asked to end.
 
     SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
@@ -178,7 +171,7 @@ def run_rank(
             return 0
         from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
 
-        train(cfg, platform, make_engine, on_hang=_end_at_once)
+        train(cfg, platform, on_hang=_end_at_once)
     except TepoError as e:
         leave_message(str(e), expected=True, restarts=False)
         return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1

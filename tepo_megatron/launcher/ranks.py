@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,10 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tepo_megatron.controller.messages import CONNECTION
+from tepo_megatron.launcher.service_process import ServiceProcess
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import LIFELINE, handlers_restored, reap
+from tepo_megatron.utils.processes import handlers_restored, reap
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # limit since SIGTERM to the ranks: they end at once, files are written atomically; then SIGKILL
@@ -45,18 +46,6 @@ class RankFailure:
     ended_by_us: bool = False
 
 
-class Lifeline(contextlib.AbstractContextManager["Lifeline"]):
-    """A pipe whose write end the ranks and the rollout service hold open. On exit it waits until all of them have ended."""
-
-    def __init__(self) -> None:
-        self._all_ended, self.file = os.pipe()
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self.file)
-        select.select([self._all_ended], [], [], GRACE_SECONDS)  # the service holds the run's files
-        os.close(self._all_ended)
-
-
 class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """A context manager that starts ranks and waits for them; no rank is left when it exits."""
 
@@ -68,34 +57,37 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         folder: Path,
         shared: Mapping[str, str],
         inherit: Sequence[int],
-        lifeline: Lifeline,
     ) -> None:
         """Store what to start: `ranks` of `size` ranks; nothing is started yet."""
         self._argv, self._ranks, self._size, self._folder = argv, ranks, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
-        self._lifeline = lifeline.file
 
     def __exit__(self, *exc_info: object) -> None:
         self._end()
 
-    def start(self) -> None:
-        """Start all ranks."""
-        inherited = [*self._inherit, self._lifeline]
+    def start(self, service: ServiceProcess | None = None) -> None:
+        """Start all ranks. Rank 0 gets a connection to the service."""
         for rank in self._ranks:
             own = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank - self._ranks.start),
                 "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(len(self._ranks)),
-                ERROR_FILE: str(self._error_file(rank)), LIFELINE: str(self._lifeline),
+                ERROR_FILE: str(self._error_file(rank)),
             }  # fmt: skip
-            # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
-            self._started.append(
-                subprocess.Popen(
-                    [sys.executable, *self._argv], env={**os.environ, **self._shared, **own},
-                    start_new_session=True, pass_fds=inherited,
-                )
-            )  # fmt: skip
+            inherited = list(self._inherit)
+            with contextlib.ExitStack() as stack:
+                if rank == 0 and service is not None:
+                    connection, pid = service.connect()
+                    inherited.append(stack.enter_context(connection).fileno())
+                    own[CONNECTION] = f"{connection.fileno()},{pid}"
+                # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
+                self._started.append(
+                    subprocess.Popen(
+                        [sys.executable, *self._argv], env={**os.environ, **self._shared, **own},
+                        start_new_session=True, pass_fds=inherited,
+                    )
+                )  # fmt: skip
 
     @property
     def pids(self) -> list[int]:

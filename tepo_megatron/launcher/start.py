@@ -30,7 +30,7 @@ def start(cfg: "Config", worker: str | None = None, watched: bool = False, nodes
     refuse_torchrun()
     launched: Callable[..., None] = functools.partial(launch, cfg, nodes=nodes)
     if worker is not None:
-        launched = functools.partial(launched, worker=worker)
+        launched = functools.partial(launched, worker=worker, service=())
     if not nodes.is_first:
         launched()
         return

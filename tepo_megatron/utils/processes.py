@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Environment variable with a pipe's end that the launcher's processes hold open, so that it knows when all have ended.
-LIFELINE = "TEPO_LIFELINE_FD"
 LAUNCHER = "TEPO_LAUNCHER_PID"  # environment variable with the launcher's process ID, for the ranks that it starts
 ATTEMPT = "TEPO_ATTEMPT"  # environment variable with the number of restarts
 START_ID = "TEPO_START_ID"  # environment variable with the name of this start of a run on several machines

@@ -113,7 +113,7 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     listened = listener.result()
     outside = {(ip, who) for ip, who in listened if not ipaddress.ip_address(ip).is_loopback}
     assert not outside and listener.looks > 10
-    assert any("scripted_worker" in who for _, who in listened), "gloo's sockets were not seen"
+    assert any("launcher.worker" in who for _, who in listened), "gloo's sockets were not seen"
     assert not folder.exists()
     command.assert_nothing_left()
 

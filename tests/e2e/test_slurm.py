@@ -120,7 +120,7 @@ def test_a_killed_rank_is_restarted_inside_the_allocation_and_no_prompt_is_lost(
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_of(run) >= 3, cluster, job)
-    rank = next(p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)  # others are the rollout service's
+    rank = next(p for p in cluster.processes() if "tepo_megatron.launcher.worker" in p.line)
     assert rank.environment["PYTHONPATH"].startswith(f"{run}/launch/code/")
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from tepo_megatron.utils import service_guard
 from tests import hosts
 from tests.e2e.conftest import Command, commands, settings
 from tests.e2e.test_faults import SHORT
@@ -114,12 +112,6 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
     assert (run / "hang.former.txt").read_text() == report and not (run / "hang.txt").exists()
 
 
-def launcher_of(command: Command) -> psutil.Process:
-    """Return the process of `tepo train` on a host."""
-    of_command = [psutil.Process(command.process.pid), *psutil.Process(command.process.pid).children(recursive=True)]
-    return next(p for p in of_command if "--nnodes=2" in p.cmdline() and "nsenter" not in p.cmdline()[0])
-
-
 def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
     tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
 ) -> None:
@@ -128,12 +120,12 @@ def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
     both = started(tepo, two, *words(random_model, tmp_path), restarts=3)
     for victim, step in ((both[1], 2), (both[0], 4)):
         both[0].until(lambda: f"checkpoint of step {step}" in both[0].output, timeout=240)  # noqa: B023
-        service = service_guard.read_pids(service_guard.folder_of(launcher_of(both[0]).pid))
+        service = both[0].service()
         before = [pid for command in both for pid in command.ranks()]
         assert len(before) == 2
         os.kill(victim.ranks()[0], signal.SIGKILL)
         both[0].until(lambda: all(c.ranks() and not set(c.ranks()) & set(before) for c in both), timeout=120)  # noqa: B023
-        assert service is not None and service == service_guard.read_pids(service_guard.folder_of(launcher_of(both[0]).pid))
+        assert service == both[0].service()
     for command in both:
         assert command.wait(300) == 0, command.output
         command.assert_nothing_left()
