@@ -64,7 +64,7 @@ class NetworkConfig:
         interface: Interfaces of TCP traffic by their whole names: `ib0` or `eth0,eth1`. NCCL gets all of them and Gloo the
             first. None: under Slurm each machine's interface towards the head; elsewhere NCCL and Gloo choose.
         infiniband: RDMA adapters (NCCL_IB_HCA). None: NCCL chooses.
-        port: Port on which torchrun listens on the first machine. None: one that is free there.
+        port: Port of the ranks' store on the first machine. None: one that is free there.
     """
 
     interface: str | None = None

@@ -14,7 +14,7 @@ from tepo_megatron.config import Config
 _EVALUATE, _CONVERT = ["-m", "tepo_megatron", "evaluate"], "tools/convert.py"
 
 
-# torchrun's options for the rendezvous of the ranks' machines. The first machine may have several addresses; take the first.
+# Options for the rendezvous of the ranks' machines. The first machine may have several addresses; take the first.
 _RENDEZVOUS = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID"'
 
 
@@ -81,20 +81,8 @@ def _train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVar
     ]
     if layout.serve_nodes:
         lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg, starts)})")
-    if layout.train_nodes == 1:
-        return [*lines, f'{joined([cluster.python, "-m", "tepo_megatron"])} "${{words[@]}}"']
-    env = ""
-    if cfg.platform == "cuda":  # an equal share of the cores, because torchrun's default is one core per rank
-        share = f"$(nproc) > {layout.ranks} ? $(nproc) / {layout.ranks} : 1"
-        env = f'env OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( {share} ))}}" '
-    restarts = cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0
-    start = [
-        *(cluster.python, "-m", "torch.distributed.run"),
-        *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
-        # not c10d: its agents unpickle anything that anybody put into their store (torch 2.13)
-        *("--rdzv-backend", "static", "--max-restarts", str(restarts)),
-    ]
-    return [*lines, f'{env}{joined(start)} {_RENDEZVOUS} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
+    nodes = f" --nnodes {layout.train_nodes} {_RENDEZVOUS} --rdzv-id {starts.id}" if layout.train_nodes > 1 else ""
+    return [*lines, f'{joined([cluster.python, "-m", "tepo_megatron"])} "${{words[@]}}"{nodes}']
 
 
 def serve_words(config: str, layout: Layout) -> list[str]:

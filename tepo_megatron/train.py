@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.recorder import TokenRecorder
@@ -21,8 +20,7 @@ from tepo_megatron.controller.learning import learn
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.schedule import Schedule, StopRequested, starting_point
-from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine, ServiceTraces
-from tepo_megatron.controller.service_start import start_service
+from tepo_megatron.controller.service_client import ServiceAddress, ServiceClient, ServiceEngine, ServiceTraces, connected
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.controller.tracing import StepTracer
 from tepo_megatron.distributed import parallel
@@ -35,40 +33,38 @@ from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.platform import Platform
-from tepo_megatron.utils.supervisor import is_restart, supervisor
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
-
-if TYPE_CHECKING:
-    from tepo_megatron.controller.opening import EngineFactory
 
 
 def train(
     cfg: Config,
     platform: Platform,
-    make_engine: "EngineFactory | None" = None,
-    on_hang: Callable[[str, bool], object] = hang_watchdog.abort,
+    address: ServiceAddress | None = None,
+    on_hang: Callable[[str], object] = hang_watchdog.abort,
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
+
+    `address`: the rollout service, for rank 0; None: the one that the launcher names.
 
     Raises RunStopped on rank 0 once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
-    kept_by = supervisor() if cfg.restarts_ranks else None
-    limits = {"silence_seconds": cfg.parallel.heartbeat_timeout, "start_seconds": cfg.parallel.start_seconds}
-    started = start_service(**limits, make_engine=make_engine, supervisor=kept_by) if is_main else contextlib.nullcontext()
-    with started as service:
+    with contextlib.ExitStack() as stack:
+        service: ServiceClient | None = None
+        if is_main:
+            address = address or ServiceAddress.inherited()
+            service = stack.enter_context(connected(cfg.parallel, address, cfg.restarts_ranks))
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
             traces = StepTracer(ServiceTraces(service), groups, cfg.run_dir, cfg.logging.trace_every)
-            resumes = cfg.resume or is_restart() or (service is not None and service.found)
             ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
                     _sample(driver, cfg.training.steps, traces)
                 else:
-                    ended = _train(cfg, groups, driver, traces, resumes)
+                    ended = _train(cfg, groups, driver, traces)
     parallel.shutdown()
     if ended is not None and is_main:
         saved = f"the checkpoint of step {ended} is complete" if ended else "no step was complete"
@@ -89,7 +85,7 @@ def _open_driver(cfg: Config, service: ServiceClient | None) -> Driver:
 
 
 def _watched(
-    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str, bool], object]
+    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str], object]
 ) -> hang_watchdog.HangWatchdog:
     seconds = {"heartbeat_timeout": cfg.heartbeat_timeout, "stuck_seconds": cfg.stuck_seconds}
     return hang_watchdog.HangWatchdog(
@@ -97,7 +93,7 @@ def _watched(
     )
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: StepTracer, resumes: bool) -> int | None:
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: StepTracer) -> int | None:
     """Train for all steps; then export the model, evaluate it and write the report.
 
     Returns None, or the last step if a request ended the run before that; the step is saved then.
@@ -112,7 +108,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: S
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
-        first, lacks_evaluation, kept = starting_point(resumes, checkpoints, actor, driver, groups)
+        first, lacks_evaluation, kept = starting_point(cfg.resume, checkpoints, actor, driver, groups)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)

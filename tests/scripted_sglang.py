@@ -23,7 +23,7 @@ from tepo_megatron.inference.engine_api import INITIAL_LABEL
 from tepo_megatron.inference.servers.server import ServerAddress
 from tepo_megatron.types import Prompt
 from tepo_megatron.weight_sync.receiver import sglang_loader
-from tests.e2e.scripted_worker import ScriptedEngine
+from tests.e2e.scripted_service import ScriptedEngine
 
 
 class ScriptedModel(ScriptedEngine):

@@ -4,15 +4,17 @@ Heavy modules are imported inside of the functions, so that a command starts qui
 """
 
 import argparse
-import contextlib
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
+
+if TYPE_CHECKING:
+    from tepo_megatron.launcher.nodes import Nodes
 
 
 def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -29,12 +31,9 @@ def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
 def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo ablate FILE [--key value ...]`."""
     from tepo_megatron.ablation import ablate
-    from tepo_megatron.launcher.launcher import inside_torchrun
     from tepo_megatron.launcher.preflight import preflight
     from tepo_megatron.launcher.start import start
 
-    if inside_torchrun():
-        raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
     return ablate(args.file, overrides, preflight, start)
 
 
@@ -110,48 +109,41 @@ def watch(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def train(config_path: str, overrides: list[str], watched: bool = False) -> int:
-    """Run `tepo train CONFIG [--watch] [--key value ...]`."""
+def train(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo train CONFIG [--watch] [--nnodes N ...] [--key value ...]`."""
     from tepo_megatron.config.io import load_with_sources
-    from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
     from tepo_megatron.launcher.preflight import preflight
-    from tepo_megatron.launcher.ranks import has_failed_for_good
-    from tepo_megatron.launcher.start import service_holds_folder, start
-    from tepo_megatron.utils.supervisor import is_restart
+    from tepo_megatron.launcher.start import start
 
-    if watched and inside_torchrun():
-        raise ConfigError("--watch: torchrun starts several processes; call tepo watch RUN_DIR on one of their machines")
-    if has_failed_for_good():
-        return 1
-    again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
-    cfg, layers = load_with_sources(config_path, [*overrides, *again])
-    is_main = not inside_torchrun() or os.environ["RANK"] == "0"
+    cfg, layers = load_with_sources(args.config, overrides)
+    nodes = _nodes(args)
     if run_dir.finished(cfg):
-        if is_main:
+        if nodes.is_first:
             from tepo_megatron.report import print_results
 
             print_results(cfg.run_dir, cfg.training.steps)
         return 0
-    if is_main and not is_restart():
+    if nodes.is_first:
         try:
             preflight(cfg)
         except ConfigError as e:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
-    if inside_torchrun():
-        with run_dir.claim(cfg) if is_main and not service_holds_folder() else contextlib.nullcontext():
-            return run_rank(cfg)
-    start(cfg, watched=watched)
+    start(cfg, watched=args.watch, nodes=nodes)
     return 0
 
 
-def sft(config_path: str, overrides: list[str]) -> int:
-    """Run `tepo sft CONFIG [--key value ...]`."""
-    from tepo_megatron.launcher.launcher import inside_torchrun
+def sft(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo sft CONFIG [--nnodes N ...] [--key value ...]`."""
     from tepo_megatron.sft.command import sft
 
-    is_main = not inside_torchrun() or os.environ["RANK"] == "0"
-    return sft(config_path, overrides, is_main, lambda text: print(escaped(text), flush=True))
+    return sft(args.config, overrides, _nodes(args), lambda text: print(escaped(text), flush=True))
+
+
+def _nodes(args: argparse.Namespace) -> "Nodes":
+    from tepo_megatron.launcher.nodes import Nodes
+
+    return Nodes(args.nnodes, args.node_rank, args.rdzv_endpoint, args.rdzv_id)
 
 
 def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:

@@ -65,24 +65,34 @@ def _add_train(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train as a config says",
-        usage="tepo train CONFIG [--watch] [--section.key VALUE ...]",
+        usage="tepo train CONFIG [--watch] [--nnodes N --node-rank I --rdzv-endpoint HOST:PORT] [--section.key VALUE ...]",
         epilog="Every key can be given, as --section.key VALUE; they are listed in docs/configuration.md.",
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
     parser.add_argument("--watch", action="store_true", help="serve the live page, and print its URL (docs/watch.md)")
-    parser.set_defaults(run=lambda args, overrides: commands.train(args.config, overrides, args.watch))
+    _add_nodes(parser)
+    parser.set_defaults(run=commands.train)
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("several machines: start this command on each (docs/rollouts.md)")
+    options.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of machines with ranks")
+    options.add_argument("--node-rank", type=int, default=0, metavar="I", help="index of this machine, from 0")
+    options.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the first machine listens")
+    options.add_argument("--rdzv-id", default="none", metavar="ID", help="a name that no earlier start of this run has used")
 
 
 def _add_sft(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "sft",
         help="fine-tune on conversations, before RL, with the model and layout of a training config",
-        usage="tepo sft CONFIG --sft.data FILE [--section.key VALUE ...]",
+        usage="tepo sft CONFIG --sft.data FILE [--nnodes N --node-rank I --rdzv-endpoint HOST:PORT] [--section.key VALUE ...]",
         epilog="Rows with a chat, or with a prompt and a response; all keys: section sft of docs/configuration.md.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for tepo train; data.train may be missing")
-    parser.set_defaults(run=lambda args, overrides: commands.sft(args.config, overrides))
+    _add_nodes(parser)
+    parser.set_defaults(run=commands.sft)
 
 
 def _add_replay(subparsers: Subparsers) -> None:

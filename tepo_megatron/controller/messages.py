@@ -1,14 +1,14 @@
 """The messages between rank 0 and the rollout service. They are pickled.
 
-They go over a socket pair, which has no address, or over a UNIX socket in a private folder (`service_start.py`).
+They go over a socket pair, which has no address (`launcher/service_process.py`).
 """
 
 from typing import Any, Literal, NamedTuple
 
 from tepo_megatron.utils.save_requests import TraceRequest
 
-DESCRIPTOR = "TEPO_SERVICE_FD"  # environment variable with the service's end of the socket pair
-LISTENER = "TEPO_SERVICE_LISTENER_FD"  # environment variable with the socket on which a service that is kept listens
+CONTROL = "TEPO_SERVICE_CONTROL_FD"  # the service's environment variable with the socket over which it gets its connections
+CONNECTION = "TEPO_SERVICE_CONNECTION"  # rank 0's environment variable: FD,PID of its connection and of the service
 
 
 class Call(NamedTuple):
@@ -48,3 +48,8 @@ class Answer(NamedTuple):
     number: int
     value: Any
     error: Exception | None
+
+
+def ended(pid: int) -> str:
+    """Return rank 0's words for a service that has ended, to which the launcher adds how."""
+    return f"the rollout service (pid {pid}) has ended"

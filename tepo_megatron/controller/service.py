@@ -1,12 +1,10 @@
 """The rollout service: a process next to rank 0 that owns prompts, engine, servers, graders, record and log of a run.
 
-Rank 0 starts it and is its only client (`service_client.py`, `service_start.py`). They exchange pickled messages over a socket
-pair, which has no address, so that no other process can connect. The service ends when rank 0 closes its end, and with rank 0
-however that ends.
+The launcher starts it, and rank 0 is its only client (`service_client.py`). They exchange pickled messages over a socket pair,
+which has no address, so that no other process can connect. The service ends with its rank 0, and with the launcher.
 
-Where the ranks are restarted after a failure, the service lives on. It listens on a UNIX socket in a private folder, and serves
-one rank 0 after the other. It goes on with its work while there is none, and keeps each batch until a checkpoint contains its
-step.
+Where the ranks are restarted after a failure, the service lives on and serves one rank 0 after the other. It goes on with its
+work while there is none, and keeps each batch until a checkpoint contains its step.
 
     thread    does
     reader    receives calls, and answers `ping` at once with its time
@@ -30,20 +28,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.main_driver import MainDriver
-from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call, KeptRollouts, Waited
+from tepo_megatron.controller.messages import CONTROL, Answer, Call, KeptRollouts, Waited
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
-from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
 
 POLL_SECONDS = 0.05
@@ -72,8 +69,9 @@ class _End(NamedTuple):
 class RolloutService:
     """Makes the calls of rank 0 on the driver of the run, on its engine, or on itself."""
 
-    def __init__(self, connections: Iterable[Connection], make_engine: EngineFactory | None, keeps: bool = False) -> None:
-        self._connections, self._make_engine, self._keeps = connections, make_engine, keeps
+    def __init__(self, connections: Iterable[Connection], make_engine: EngineFactory | None) -> None:
+        self._connections, self._make_engine = connections, make_engine
+        self._keeps = False  # whether it outlives its rank 0
         self._connection: Connection | None = None  # of the present rank 0
         self._sending = threading.Lock()
         self._calls: queue.SimpleQueue[_Received | _Left | _End] = queue.SimpleQueue()
@@ -114,8 +112,9 @@ class RolloutService:
                     else:
                         self._calls.put(received)
             connection.close()
-            if self._keeps:
-                self._calls.put(_Left())
+            if not self._keeps:
+                break
+            self._calls.put(_Left())
         self._calls.put(_End())
 
     def _left(self) -> None:
@@ -131,8 +130,8 @@ class RolloutService:
             self._driver.reopen(plain(cfg))
         else:
             self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
-            if self._keeps:
-                self._driver.kept.keeps_batches = True
+            if cfg.restarts_ranks:
+                self._keeps = self._driver.kept.keeps_batches = True
         self._cfg = cfg
 
     def _make(self, call: Call, stack: contextlib.ExitStack) -> Any:
@@ -263,34 +262,26 @@ def relax_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def serve(connection: Connection, make_engine: EngineFactory | None = None) -> None:
-    """Be the rollout service of rank 0, which holds the other end of the connection."""
+def serve(control: socket.socket, make_engine: EngineFactory | None = None) -> None:
+    """Be the rollout service of each rank 0 whose connection comes over `control`, until SIGTERM or the call `close`."""
     quiet_upstream()
     relax_garbage_collector()
-    RolloutService([connection], make_engine).run()
-
-
-def serve_successive(listener: socket.socket, make_engine: EngineFactory | None = None) -> None:
-    """Be the rollout service of one rank 0 after the other, until SIGTERM or a call `close`."""
-
-    def accepted() -> Iterator[Connection]:
-        while True:
-            connection, _ = listener.accept()
-            if peer_user(connection) == os.geteuid():
-                yield Connection(connection.detach())
-            else:
-                connection.close()
-
-    quiet_upstream()
-    relax_garbage_collector()
-    service = RolloutService(accepted(), make_engine, keeps=True)
+    service = RolloutService(_received(control), make_engine)
     signal.signal(signal.SIGTERM, lambda *_: service.end())
     service.run()
 
 
-if __name__ == "__main__":
-    if LISTENER in os.environ:
-        serve_successive(socket.socket(fileno=int(os.environ[LISTENER])))
-    else:
-        serve(Connection(int(os.environ[DESCRIPTOR])))
+def _received(control: socket.socket) -> Iterator[Connection]:
+    """Yield the connections that the launcher sends, until it closes its end."""
+    while files := socket.recv_fds(control, 1, 1)[1]:
+        yield Connection(files[0])
+
+
+def main(make_engine: EngineFactory | None = None) -> NoReturn:
+    """Be the service that the launcher has started."""
+    serve(socket.socket(fileno=int(os.environ.pop(CONTROL))), make_engine)
     os._exit(0)  # threads of a run that was cut off may still wait for servers
+
+
+if __name__ == "__main__":
+    main()

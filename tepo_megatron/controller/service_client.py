@@ -1,23 +1,23 @@
-"""Rank 0's end of the rollout service: call it, and notice when it dies or hangs. `service_start.py` starts it."""
+"""Rank 0's end of the rollout service: call it, and notice when it dies or hangs. The launcher starts it."""
 
 import contextlib
 import math
 import os
+import select
 import signal
 import socket
 import struct
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Self
 
-from tepo_megatron.controller.messages import Answer, Call
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.controller.messages import CONNECTION, Answer, Call, ended
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.limits import START_SECONDS
 from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
-from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
@@ -27,16 +27,17 @@ PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it li
 CLOSE_SECONDS = 300.0  # limit since the last call: ending servers takes seconds, closing Weights & Biases minutes; then SIGKILL
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that is needed here."""
+class ServiceAddress(NamedTuple):
+    """A connection to the service, which the launcher has made, and the service's pid."""
 
+    connection: Connection
     pid: int
 
-    def wait(self, timeout: float) -> int:
-        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
+    @classmethod
+    def inherited(cls) -> Self:
+        """Return what the launcher gave to this rank 0."""
+        descriptor, pid = map(int, os.environ.pop(CONNECTION).split(","))
+        return cls(Connection(descriptor), pid)
 
 
 def limit_blocking(connection: Connection, seconds: float) -> None:
@@ -63,27 +64,19 @@ class ServiceClient:
 
     def __init__(
         self,
-        connection: Connection,
-        process: Process,
+        address: ServiceAddress,
         silence_seconds: float,
         start_seconds: float = START_SECONDS,
-        found: bool = False,
     ) -> None:
-        self.found = found
-        self._connection, self._process = connection, process
+        self._connection, self.pid = address
+        self._process = os.pidfd_open(self.pid)
         self._silence_seconds, self._start_seconds = silence_seconds, max(start_seconds, silence_seconds)
-        limit_blocking(connection, self._silence_seconds)
-        self._kills = MemoryKills()
+        limit_blocking(self._connection, self._silence_seconds)
         self._numbers = 0
         self._answers: dict[int, Answer] = {}  # those that arrived before they were asked for
         self._pings: set[int] = set()
         self._lost: RolloutError | None = None
-        self._start: StartProgress | None = StartProgress(process.pid)  # None: the service has sent something
-
-    @property
-    def pid(self) -> int:
-        """The process id of the service."""
-        return self._process.pid
+        self._start: StartProgress | None = StartProgress(self.pid)  # None: the service has sent something
 
     def call(self, name: str, *args: Any) -> Any:
         """Make a call and return its result. Raises its error, or RolloutError if the service is lost."""
@@ -147,11 +140,9 @@ class ServiceClient:
             if self._lost is None:
                 self.receive(self.begin("close"), CLOSE_SECONDS)
         self.leave()
-        try:
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(CLOSE_SECONDS)
+        if not self._has_ended():
+            self._kill()
+            self._has_ended()
 
     def leave(self) -> None:
         """Close the connection. A service that outlives rank 0 keeps its work for the next one. A second call does nothing."""
@@ -165,21 +156,40 @@ class ServiceClient:
         return self._declare_lost(f"{what} for {seconds:g} s, in the call {call}; raise parallel.{key}")
 
     def _declare_lost(self, what: str) -> RolloutError:
-        self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {what}")
-        self._process.kill()
+        self._lost = RolloutError(f"the rollout service (pid {self.pid}) {what}")
+        self._kill()
         return self._lost
 
     def _ended(self) -> RolloutError:
         if self._lost is None:
-            try:
-                status = self._process.wait(CLOSE_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) closed its connection")
-                return self._lost
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            why = f": {self._kills.explain()}" if status == -signal.SIGKILL else "; its last lines are above"
-            self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {how}{why}")
+            how = ended(self.pid) if self._has_ended() else f"the rollout service (pid {self.pid}) closed its connection"
+            self._lost = RolloutError(how)
         return self._lost
+
+    def _has_ended(self) -> bool:
+        """Wait until the service has ended; False if it has not within CLOSE_SECONDS."""
+        return bool(select.select([self._process], [], [], CLOSE_SECONDS)[0])
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def connected(cfg: ParallelConfig, address: ServiceAddress, kept: bool) -> Iterator[ServiceClient]:
+    """Yield a client of the service. When the block ends, the service is closed.
+
+    After an error, a service that is `kept` is left to the next rank 0.
+    """
+    client = ServiceClient(address, cfg.heartbeat_timeout, cfg.start_seconds)
+    try:
+        yield client
+    except BaseException:
+        if not kept:
+            client.close()
+        client.leave()
+        raise
+    client.close()
 
 
 class ServiceTraces:

@@ -25,8 +25,8 @@ from tepo_megatron.errors import ConfigError, LostRanks
 from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
+from tepo_megatron.utils.processes import ATTEMPT, START_ID
 from tepo_megatron.utils.scratch import WORLD_FOLDER, check_private
-from tepo_megatron.utils.supervisor import restart_count
 
 # Limit since a rank waits for rank 0, as while it samples: heartbeats end a wait for a dead or frozen rank, requests have
 # limits; then gloo fails; key parallel.heartbeat_timeout
@@ -115,14 +115,14 @@ class ParallelDims:
 
 
 def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mapping[str, Any] | None = None) -> ParallelDims:
-    """Join the world that the launcher or torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
+    """Join the world that the launcher describes (RANK, WORLD_SIZE, ...) and build the mesh.
 
     Args:
         config: This rank's whole config as plain JSON, to be compared with rank 0's. None: it is not compared.
     Raises:
         ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
         ForeignPeer: Another user of this machine took part in forming the groups.
-        LostRanks: torchrun restarted this rank, and those of another machine did not come back.
+        LostRanks: This rank was restarted, and those of another machine did not come back.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size != cfg.world_size:
@@ -153,13 +153,14 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
 
 
 def _join_world(backend: str, world_size: int, cfg: ParallelConfig) -> None:
-    """Initialise torch.distributed through the launcher's private folder if there is one, else through torchrun's store."""
+    """Initialise torch.distributed through the launcher's private folder if there is one, else through a store."""
     timeout = datetime.timedelta(seconds=cfg.group_seconds)
     if WORLD_FOLDER not in os.environ:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # the store of a static rendezvous still has the addresses of ranks that were restarted (torch 2.13)
-        store = dist.PrefixStore(f"attempt-{restart_count()}", store)
-        if restart_count():
+        attempt = int(os.environ.get(ATTEMPT, "0"))
+        # the store outlives the ranks, and still has the addresses of those that were restarted
+        store = dist.PrefixStore(f"{os.environ.get(START_ID, 'none')}/attempt-{attempt}", store)
+        if attempt:
             _wait_for_restarted(store, rank, size, cfg.heartbeat_timeout + cfg.restart_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
@@ -170,7 +171,7 @@ def _join_world(backend: str, world_size: int, cfg: ParallelConfig) -> None:
 
 
 def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    """Wait until all ranks are restarted. Each agent restarts those of its machine once it sees that one of them has failed."""
+    """Wait until all ranks are restarted. Each launcher restarts those of its machine once one of them has failed."""
     store.set(f"restarted/{rank}", "")
     try:
         store.wait([f"restarted/{other}" for other in range(world_size)], datetime.timedelta(seconds=seconds))
@@ -178,7 +179,7 @@ def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: 
         if lost := [str(other) for other in range(world_size) if not store.check([f"restarted/{other}"])]:
             raise LostRanks(
                 f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s (parallel.start_seconds) after all ranks "
-                "had to be restarted: their machine is lost, or its torchrun has ended; start the run again with --resume true"
+                "had to be restarted: their machine is lost, or its launcher has ended; start the run again with --resume true"
             ) from None
 
 
@@ -210,7 +211,7 @@ def _sha256(text: str) -> str:
 
 
 def world_store() -> BeatStore:
-    """Return the hang watchdog's store: the launcher's private folder, or a connection of its own to torchrun's store."""
+    """Return the hang watchdog's store: the launcher's private folder, or a connection of its own to the store."""
     if WORLD_FOLDER in os.environ:
         return HeartbeatFolder(Path(os.environ[WORLD_FOLDER]) / "heartbeats")
     return dist.distributed_c10d._get_default_store().clone()

@@ -49,7 +49,7 @@ def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
     from tepo_megatron.doctor.ranks import RESULT
 
     with _output_in(cfg.run_dir.with_suffix(".txt")), run_dir.claim(cfg):
-        launch(cfg, worker="tepo_megatron.doctor.ranks")
+        launch(cfg, worker="tepo_megatron.doctor.ranks", service=())
     found = json.loads((cfg.run_dir / RESULT).read_text())
     speeds = ", ".join(f"{axis} {speed / 1e9:.2g} GB/s" for axis, speed in found.items())
     yield Finding("all-reduce", "pass", f"{cfg.parallel.world_size} ranks; {speeds}")

@@ -1,13 +1,14 @@
 """Start the ranks of a run on this machine, and turn any failure of theirs into one message.
 
-Under torchrun (RANK is set) `tepo train` is a rank itself.
+A run on several machines has a launcher on each (`nodes.py`). Where a rank fails, those of the other machines fail too. So each
+launcher restarts its own, and they meet again under the number of the attempt.
 """
 
 import contextlib
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,48 +17,49 @@ from typing import TYPE_CHECKING, NoReturn
 from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import RunStopped, TepoError
+from tepo_megatron.launcher.nodes import Nodes
 from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
-    GRACE_SECONDS,
-    Lifeline,
     RankProcesses,
     first_failure,
     interrupted_by_signals,
     leave_message,
 )
 from tepo_megatron.launcher.restarts import RestartPolicy
+from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
 from tepo_megatron.observability.run_dir import rename_hang
-from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
-from tepo_megatron.utils.processes import die_with_parent, kill_later
+from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, die_with_parent
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.scratch import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.storage import disk_fault, writing
-from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, leave_verdict
 
 if TYPE_CHECKING:
-    from tepo_megatron.controller.opening import EngineFactory
     from tepo_megatron.platform import Platform
 
-_AGENT_SECONDS = 30.0  # limit since the ranks of a torchrun agent ended: it ends in seconds if it can; then SIGKILL
+_ONE_MACHINE = Nodes()
 
 
 class RanksFailed(TepoError, RuntimeError):
     """A rank ended with an error. The message is that of the rank that failed first."""
 
 
-def inside_torchrun() -> bool:
-    """Return whether this process is already a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: Sequence[int] = ()) -> None:
+def launch(
+    cfg: Config,
+    worker: str = "tepo_megatron.launcher.worker",
+    inherit: Sequence[int] = (),
+    nodes: Nodes = _ONE_MACHINE,
+    service: Sequence[str] = SERVICE,
+) -> None:
     """Run `python -m WORKER CONFIG` once per rank and wait for all ranks. Restart them as `checkpoint.max_restarts` says.
 
-    The ranks rendezvous in a folder that only this user can enter; it also holds their copy of the config. The only listening
-    sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another machine.
+    The rollout service runs next to rank 0 as `python SERVICE`, and lives on during restarts; without words there is none.
+
+    The ranks of one machine rendezvous in a folder that only this user can enter; it also holds their copy of the config. The
+    only listening sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another
+    machine.
 
     On SIGUSR1 and on the first SIGTERM the run saves a checkpoint and ends; with `rollout.only` there is nothing to save.
 
@@ -67,25 +69,29 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         KeyboardInterrupt: A signal ended the launcher. After either error all ranks have ended. Their servers and graders end
             with them (PR_SET_PDEATHSIG).
     """
+    ranks = nodes.ranks(cfg.parallel.world_size)
+    threads = _threads(len(ranks), cfg.platform)
+    with_ranks = {LAUNCHER: str(os.getpid()), "LOCAL_WORLD_SIZE": str(len(ranks))} | threads
     policy = RestartPolicy(cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0, cfg.run_dir / "checkpoints")
     attempt = 0
     with (
         interrupted_by_signals(None if cfg.rollout.only else partial(_ask_to_stop, cfg.run_dir)),
         make_private_folder("ranks") as private,
-        Lifeline() as lifeline,
-        _service_ends() if cfg.restarts_ranks else contextlib.nullcontext(),
+        nodes.store(),
+        ServiceProcess(service, with_ranks) as service_process,
     ):
         while True:
             kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
-            ranks, words = cfg.parallel.world_size, ["-m", worker, str(_write_config(to_yaml(cfg), folder))]
-            environment = _environment(ranks, cfg.platform, cfg.rollout.server, folder) | {ATTEMPT: str(attempt)}
-            with RankProcesses(words, ranks, folder, environment, inherit, lifeline) as processes:
-                processes.start()
+            words = ["-m", worker, str(_write_config(to_yaml(cfg), folder))]
+            rendezvous = nodes.environment if nodes.count > 1 else _local_rendezvous(folder, cfg.rollout.server)
+            environment = with_ranks | {ATTEMPT: str(attempt)} | rendezvous
+            with RankProcesses(words, ranks, cfg.parallel.world_size, folder, environment, inherit) as processes:
+                processes.start(service_process if service and nodes.is_first else None)
                 failures = processes.wait()
             allowed = policy.allow(failures, kills) if failures else None
             if allowed is None:
                 break
-            _log(cfg.run_dir, f"{first_failure(failures, kills)}\n{allowed}")
+            _log(cfg.run_dir, f"{service_process.explained(first_failure(failures, kills), kills)}\n{allowed}")
             cfg = replace(cfg, resume=True, overwrite=False)
             rename_hang(cfg.run_dir)
             attempt += 1
@@ -93,7 +99,7 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
     if stopped is not None and stopped.status == os.EX_TEMPFAIL and stopped.message is not None:
         raise RunStopped(str(stopped.message["message"]))
     if failures:
-        raise RanksFailed(first_failure(failures, kills))
+        raise RanksFailed(service_process.explained(first_failure(failures, kills), kills))
 
 
 def _write_config(text: str, folder: Path) -> Path:
@@ -104,15 +110,6 @@ def _write_config(text: str, folder: Path) -> Path:
         config.write_text(text)
         (folder / "heartbeats").mkdir()
     return config
-
-
-@contextlib.contextmanager
-def _service_ends() -> Iterator[None]:
-    """End the rollout service after the block, if rank 0 has left it."""
-    try:
-        yield
-    finally:
-        service_guard.end(service_guard.folder_of(os.getpid()), GRACE_SECONDS)
 
 
 def _log(run_dir: Path, text: str) -> None:
@@ -128,40 +125,39 @@ def _ask_to_stop(run_dir: Path, name: str) -> None:
     os.write(2, f"tepo: {name}: the run saves a checkpoint and ends{after}\n".encode())
 
 
-def _environment(ranks: int, platform: str, server: AnyServerConfig, folder: Path) -> dict[str, str]:
-    """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
-    shared = {LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-    if not server.others:
-        shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
+def _local_rendezvous(folder: Path, server: AnyServerConfig) -> dict[str, str]:
+    """Return the rendezvous of ranks that are all on this machine, and the interface of gloo and NCCL."""
+    # servers on other machines may have to reach a rank
+    return {WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"} | ({} if server.others else {"NCCL_SOCKET_IFNAME": "=lo"})
+
+
+def _threads(ranks: int, platform: str) -> dict[str, str]:
+    """Return the number of threads of each of a machine's ranks; what the environment says takes precedence."""
     threads = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
     if platform == "cpu":
         # one thread per rank; waiting threads must not spin, because the server works on the same cores
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return shared | {name: value for name, value in threads.items() if name not in os.environ}
+    return {name: value for name, value in threads.items() if name not in os.environ}
 
 
 def threads_of_rank(ranks: int) -> int:
     """Return the number of threads of one of `ranks` ranks: an equal share of the cores that this process may use.
 
-    Without it every PyTorch rank would use all cores. torchrun gives each rank a single one, too few for the work on the host.
+    Without it every PyTorch rank would use all cores.
     """
     return max(1, usable_cores() // ranks)
 
 
-def run_rank(
-    cfg: Config, make_engine: "EngineFactory | None" = None, work: "Callable[[Config, Platform], None] | None" = None
-) -> int:
+def run_rank(cfg: Config, work: "Callable[[Config, Platform], None] | None" = None) -> int:
     """Train as this process's rank; return the exit status: 0, 1 after an error, 75 (rank 0) if the run was asked to end.
 
     SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
-    written atomically. It also ends when its launcher, or torchrun's agent, ends for any reason.
+    written atomically. It also ends when its launcher ends for any reason.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if LAUNCHER in os.environ:
         die_with_parent(int(os.environ[LAUNCHER]))
-    elif AGENT in os.environ:
-        die_with_parent(os.getppid())
     redirect_output()
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
@@ -175,10 +171,9 @@ def run_rank(
             return 0
         from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
 
-        train(cfg, platform, make_engine, on_hang=_end_at_once)
+        train(cfg, platform, on_hang=_end_at_once)
     except TepoError as e:
         leave_message(str(e), expected=True, restarts=False)
-        leave_verdict(str(e))
         return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
     except Exception as e:
         fault = disk_fault(e, cfg.run_dir, written=False)
@@ -187,13 +182,6 @@ def run_rank(
     return 0
 
 
-def _end_at_once(message: str, cut_off: bool) -> NoReturn:
-    """End this rank with a message. If it is cut off from the world's store (`cut_off`), end torchrun's agent, too.
-
-    The agent of this machine asks the same store, and a connection without an answer blocks it until TCP gives up, whatever its
-    own time-outs say (torch 2.13).
-    """
+def _end_at_once(message: str) -> NoReturn:
     leave_message(message, expected=True, restarts=True)
-    if cut_off and AGENT in os.environ and LAUNCHER not in os.environ:
-        kill_later(os.getppid(), _AGENT_SECONDS)
     os._exit(1)

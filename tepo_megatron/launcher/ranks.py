@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,11 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tepo_megatron.controller.messages import CONNECTION
+from tepo_megatron.launcher.service_process import ServiceProcess
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import LIFELINE, handlers_restored, reap
-from tepo_megatron.utils.supervisor import AGENT_FILE, read_verdict
+from tepo_megatron.utils.processes import handlers_restored, reap
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # limit since SIGTERM to the ranks: they end at once, files are written atomically; then SIGKILL
@@ -46,55 +46,48 @@ class RankFailure:
     ended_by_us: bool = False
 
 
-class Lifeline(contextlib.AbstractContextManager["Lifeline"]):
-    """A pipe whose write end the ranks and the rollout service hold open. On exit it waits until all of them have ended."""
-
-    def __init__(self) -> None:
-        self._all_ended, self.file = os.pipe()
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self.file)
-        select.select([self._all_ended], [], [], GRACE_SECONDS)  # the service holds the run's files
-        os.close(self._all_ended)
-
-
 class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """A context manager that starts ranks and waits for them; no rank is left when it exits."""
 
     def __init__(
         self,
         argv: Sequence[str],
+        ranks: range,
         size: int,
         folder: Path,
         shared: Mapping[str, str],
         inherit: Sequence[int],
-        lifeline: Lifeline,
     ) -> None:
-        """Store what to start; nothing is started yet."""
-        self._argv, self._size, self._folder = argv, size, folder
+        """Store what to start: `ranks` of `size` ranks; nothing is started yet."""
+        self._argv, self._ranks, self._size, self._folder = argv, ranks, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
-        self._lifeline = lifeline.file
 
     def __exit__(self, *exc_info: object) -> None:
         self._end()
 
-    def start(self) -> None:
-        """Start all ranks."""
-        inherited = [*self._inherit, self._lifeline]
-        for rank in range(self._size):
+    def start(self, service: ServiceProcess | None = None) -> None:
+        """Start all ranks. Rank 0 gets a connection to the service."""
+        for rank in self._ranks:
             own = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
-                ERROR_FILE: str(self._error_file(rank)), LIFELINE: str(self._lifeline),
+                "RANK": str(rank), "LOCAL_RANK": str(rank - self._ranks.start),
+                "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(len(self._ranks)),
+                ERROR_FILE: str(self._error_file(rank)),
             }  # fmt: skip
-            # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
-            self._started.append(
-                subprocess.Popen(
-                    [sys.executable, *self._argv], env={**os.environ, **self._shared, **own},
-                    start_new_session=True, pass_fds=inherited,
-                )
-            )  # fmt: skip
+            inherited = list(self._inherit)
+            with contextlib.ExitStack() as stack:
+                if rank == 0 and service is not None:
+                    connection, pid = service.connect()
+                    inherited.append(stack.enter_context(connection).fileno())
+                    own[CONNECTION] = f"{connection.fileno()},{pid}"
+                # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
+                self._started.append(
+                    subprocess.Popen(
+                        [sys.executable, *self._argv], env={**os.environ, **self._shared, **own},
+                        start_new_session=True, pass_fds=inherited,
+                    )
+                )  # fmt: skip
 
     @property
     def pids(self) -> list[int]:
@@ -106,7 +99,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         while True:
             statuses = [process.poll() for process in self._started]
             if any(statuses):
-                self._running = {rank for rank, status in enumerate(statuses) if status is None}
+                self._running = {r for r, status in zip(self._ranks, statuses, strict=True) if status is None}
                 self._end()
                 return self._failures()
             if all(status == 0 for status in statuses):
@@ -131,7 +124,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
 
     def _failures(self) -> dict[int, RankFailure]:
         found = {}
-        for rank, process in enumerate(self._started):
+        for rank, process in zip(self._ranks, self._started, strict=True):
             if process.returncode:
                 message = _read(self._error_file(rank))
                 found[rank] = RankFailure(process.pid, process.returncode, message, rank in self._running)
@@ -182,7 +175,7 @@ def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> st
 
 
 def leave_message(message: str, expected: bool, restarts: bool) -> None:
-    """Write a rank's last message for the launcher or for torchrun's agent; to stderr if there is neither.
+    """Write a rank's last message for the launcher; to stderr if there is none.
 
     Args:
         expected: Whether it is an error message of ours; False: a traceback.
@@ -193,25 +186,9 @@ def leave_message(message: str, expected: bool, restarts: bool) -> None:
             left = {"message": message, "expected": expected, "restarts": restarts, "time": time.monotonic()}
             replace_file(Path(path), json.dumps(left).encode(), durable=False)
             return
-        if (path := os.environ.get(AGENT_FILE)) is not None:
-            now = time.time()  # torchrun's agent expects wall-clock time
-            extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-            return
     except OSError:  # for example because the disk for temporary files is full
         pass
     print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
-
-
-def has_failed_for_good() -> bool:
-    """Return whether this rank, which torchrun restarted, would only fail again; leave the same message then.
-
-    Call it before anything of the run's folder is touched: what the ranks before have left there is of use.
-    """
-    if (verdict := read_verdict()) is None:
-        return False
-    leave_message(verdict, expected=True, restarts=False)
-    return True
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class HangWatchdog:
         *,
         heartbeat_timeout: float,
         stuck_seconds: float,
-        on_hang: Callable[[str, bool], object],
+        on_hang: Callable[[str], object],
     ) -> None:
         self._store, self._rank, self._world_size, self._folder, self._on_hang = store, rank, world_size, folder, on_hang
         self._heartbeat_timeout, self._stuck_seconds = heartbeat_timeout, stuck_seconds
@@ -202,7 +202,7 @@ class HangWatchdog:
             if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)
             time.sleep(2 * BEAT_SECONDS)  # so that the others read the verdict and write their stacks
-            self._on_hang(explanation, cut_off)
+            self._on_hang(explanation)
 
     def _write(self, explanation: str, cut_off: bool) -> None:
         with contextlib.suppress(OSError):
@@ -253,7 +253,7 @@ def _ranges(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 
-def abort(explanation: str, _: bool) -> NoReturn:
+def abort(explanation: str) -> NoReturn:
     """Print the explanation on stderr and end this process with status 1."""
     print(f"tepo: error: {escaped(explanation)}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -33,7 +33,6 @@ from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.save_requests import STOP, answer_stop, answer_trace, asked, take_trace
-from tepo_megatron.utils.supervisor import is_restart
 
 COLUMNS = (
     Column("loss", "sft/loss", 8, ".4f"),
@@ -203,7 +202,7 @@ class FineTuning:
 
     def _resume(self) -> int:
         """Restore the newest checkpoint if the run is resumed. Return its update; 0 without one."""
-        if not broadcast_object(self.cfg.resume or is_restart(), self.groups.host):
+        if not broadcast_object(self.cfg.resume, self.groups.host):
             return 0
         found = self.checkpoints.newest()
         state = None if found is None else self.checkpoints.load(found, self.actor)

@@ -9,15 +9,15 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Environment variable with a pipe's end that the launcher's processes hold open, so that it knows when all have ended.
-LIFELINE = "TEPO_LIFELINE_FD"
+LAUNCHER = "TEPO_LAUNCHER_PID"  # environment variable with the launcher's process ID, for the ranks that it starts
+ATTEMPT = "TEPO_ATTEMPT"  # environment variable with the number of restarts
+START_ID = "TEPO_START_ID"  # environment variable with the name of this start of a run on several machines
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 _POLL_SECONDS = 0.02
@@ -129,24 +129,3 @@ def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def kill_later(pid: int, seconds: float) -> None:
-    """Send SIGKILL to a process that still lives after a delay. A separate process sends it, so this one may end first."""
-    subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, str(pid), str(seconds)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-
-
-def _main(pid: int, seconds: float) -> None:
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    if not select.select([process], [], [], seconds)[0]:  # readable once it has ended
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), float(sys.argv[2]))

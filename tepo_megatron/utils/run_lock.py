@@ -1,6 +1,6 @@
 """The lock of a run's folder.
 
-The launcher (rank 0 under torchrun) holds it from before the folder is touched until the run ends. It is a kernel lock (flock,
+The launcher (of the first machine) holds it from before the folder is touched until the run ends. It is a kernel lock (flock,
 which Linux's NFS client turns into a lock of the server) on a file that names its holder.
 """
 

@@ -218,7 +218,7 @@ def _ranks() -> tuple[int, int]:
 
 
 def check_one_host(cfg: SyncConfig, servers_with_ranks: bool) -> None:
-    """Raise ConfigError if torchrun started ranks on several machines and the transport would not reach the servers."""
+    """Raise ConfigError if ranks are on several machines and the transport would not reach the servers."""
     (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport.type]
     if here == everywhere or row.spans_machines(cfg, servers_with_ranks):
         return

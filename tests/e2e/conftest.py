@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,9 +111,14 @@ class Command:
         return found
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks with scripted engines, sorted; their rollout service is a fork of rank 0."""
-        found = {int(line.split()[0]) for line in self.left_over() if "scripted_worker" in line}
-        return sorted(pid for pid in found if psutil.Process(pid).ppid() not in found)
+        """Return the process ids of the ranks, sorted."""
+        return sorted(int(line.split()[0]) for line in self.left_over() if "tepo_megatron.launcher.worker" in line)
+
+    def service(self) -> int:
+        """Return the process id of the rollout service, without its graders and servers."""
+        service = re.compile(r"-m (tepo_megatron\.controller\.service|tests\.e2e\.scripted_service)")
+        (pid,) = (int(line.split()[0]) for line in self.left_over() if service.search(line))
+        return pid
 
     def assert_nothing_left(self, within: float = 30.0) -> None:
         """Assert that no descendant outlives the command by more than `within` seconds."""
@@ -124,7 +130,7 @@ class Command:
 
 @contextmanager
 def commands(folder: Path) -> Iterator[Callable[..., Command]]:
-    """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; kill what still runs at the end.
+    """Start `tepo WORDS...`, with the engine of scripted_service.py if one is named; kill what still runs at the end.
 
     `start` takes, besides the words: engine, the behaviour of the scripted engine; env, further variables; by, the arguments
     that start the module, instead of this Python; module, another one that takes the words.

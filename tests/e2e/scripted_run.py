@@ -1,4 +1,4 @@
-"""`tepo train`, with ranks of `scripted_worker.py`; inside torchrun it is one of them, as `tepo train` is."""
+"""`tepo train`, with the service of `scripted_service.py`."""
 
 import functools
 import sys
@@ -7,9 +7,5 @@ from tepo_megatron import cli
 from tepo_megatron.launcher import launcher
 
 if __name__ == "__main__":
-    if launcher.inside_torchrun():
-        from tests.e2e.scripted_worker import ScriptedEngine
-
-        launcher.run_rank = functools.partial(launcher.run_rank, make_engine=ScriptedEngine)
-    launcher.launch = functools.partial(launcher.launch, worker="tests.e2e.scripted_worker")
+    launcher.launch = functools.partial(launcher.launch, service=("-m", "tests.e2e.scripted_service"))
     sys.exit(cli.main())

@@ -90,9 +90,9 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     command = tepo(*arguments(random_model, **overrides, name="quiet"), engine="slow")
     listener = Listener(command)
     command.until(lambda: "actor built" in command.output, timeout=90)
-    found = re.findall(r"\S+/tepo-ranks-[0-9a-f]{16}", "\n".join(command.left_over()))  # in the ranks' arguments
+    found = re.findall(r"\S+/tepo-ranks-[0-9a-f]{16}/attempt-0", "\n".join(command.left_over()))  # in the ranks' arguments
     (folder,) = {Path(path) for path in found}
-    assert folder.parent == Path(tempfile.gettempdir())
+    assert folder.parent.parent == Path(tempfile.gettempdir())
     command.until(lambda: len(list((folder / "heartbeats").iterdir())) == 2, timeout=60)
     names = [str(path.relative_to(folder)) for path in files_below(folder)]
     assert {"store", "config.yaml"} <= set(names) and any("heartbeats" in name for name in names)
@@ -113,8 +113,8 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     listened = listener.result()
     outside = {(ip, who) for ip, who in listened if not ipaddress.ip_address(ip).is_loopback}
     assert not outside and listener.looks > 10
-    assert any("scripted_worker" in who for _, who in listened), "gloo's sockets were not seen"
-    assert not folder.exists()
+    assert any("launcher.worker" in who for _, who in listened), "gloo's sockets were not seen"
+    assert not folder.parent.exists()
     command.assert_nothing_left()
 
 

@@ -120,7 +120,7 @@ def test_a_killed_rank_is_restarted_inside_the_allocation_and_no_prompt_is_lost(
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_of(run) >= 3, cluster, job)
-    rank = next(p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)  # others are the rollout service's
+    rank = next(p for p in cluster.processes() if "tepo_megatron.launcher.worker" in p.line)
     assert rank.environment["PYTHONPATH"].startswith(f"{run}/launch/code/")
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
@@ -155,7 +155,7 @@ def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> N
 
 @dataclass(frozen=True)
 class Apart:
-    """A job of two machines with ranks and one with servers: torchrun over two machines, a real vLLM on the third."""
+    """A job of two machines with ranks and one with servers: a launcher on each of two machines, a real vLLM on the third."""
 
     cluster: slurm.Slurm
     folder: Path
@@ -218,7 +218,7 @@ def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
 
 
 def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
-    found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron train" in p.line]
+    found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron.launcher.worker" in p.line]
     assert len(found) == 2, found
     return sorted(found, key=lambda p: p.environment["RANK"])
 
@@ -226,7 +226,7 @@ def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
 # victim -> its processes among those of the job, given the process of rank 1
 KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "rank": lambda p, rank: p.pid == rank.pid,
-    "torchrun": lambda p, rank: p.machine == rank.machine and "-m torch.distributed.run" in p.line,
+    "launcher": lambda p, rank: p.machine == rank.machine and "-m tepo_megatron train" in p.line,
     "server": lambda p, rank: "-m vllm.entrypoints" in p.line and "guard" not in p.line,
     "serve": lambda p, rank: "-m tepo_megatron serve" in p.line,
     "srun": lambda p, rank: p.line.startswith("srun") and p.line.endswith("/apart-0.sh"),

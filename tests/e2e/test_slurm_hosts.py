@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
-# in the place of the training environment's python: `tepo train`, by torchrun or not, with an engine that needs no server
+# in the place of the training environment's python: `tepo train` with an engine that needs no server
 SCRIPTED = f"""#!/bin/bash
 words=()
 for word in "$@"; do

@@ -1,4 +1,4 @@
-"""A run over two hosts without Slurm: torchrun on each, a real rendezvous between them, and a link that is cut in mid-run."""
+"""A run over two hosts without Slurm: `tepo train` on each, a store in which they meet, and a link that is cut in mid-run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from tepo_megatron.utils import service_guard
 from tests import hosts
 from tests.e2e.conftest import Command, commands, settings
 from tests.e2e.test_faults import SHORT
@@ -61,17 +59,16 @@ def words(model: Path, output: Path, **more: object) -> list[str | Path]:
 
 def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path, restarts: int = 0) -> tuple[Command, Command]:
     """Return, for each host, the command that docs/rollouts.md names for it."""
-    first, second = (tepo(*of_run, engine="slow", by=torchrun(host, two, restarts), env=ENVIRONMENT) for host in two)
+    of_run = (*of_run, "--checkpoint.max_restarts", str(restarts))
+    first, second = (
+        tepo(*of_run, *nodes(host, two), engine="slow", by=[*host.enter, sys.executable], env=ENVIRONMENT) for host in two
+    )
     return first, second
 
 
-def torchrun(host: Host, two: tuple[Host, Host], restarts: int = 0) -> list[str]:
-    """Return the command that starts one of two ranks. The first host keeps the rendezvous, and has rank 0."""
-    return [
-        *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-        f"--max-restarts={restarts}", "--rdzv-id=two-hosts", "--rdzv-backend=static",
-        f"--rdzv-endpoint={two[0].address}:{PORT}", f"--node-rank={int(host is not two[0])}",
-    ]  # fmt: skip
+def nodes(host: Host, two: tuple[Host, Host]) -> list[str]:
+    """Return the words that start one of two ranks. The first host keeps the store, and has rank 0."""
+    return ["--nnodes=2", f"--node-rank={int(host is not two[0])}", f"--rdzv-endpoint={two[0].address}:{PORT}"]
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -115,17 +112,6 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
     assert (run / "hang.former.txt").read_text() == report and not (run / "hang.txt").exists()
 
 
-def agent_of(command: Command) -> psutil.Process:
-    """Return torchrun's process on a host."""
-    of_command = [psutil.Process(command.process.pid), *psutil.Process(command.process.pid).children(recursive=True)]
-    return next(p for p in of_command if "torch.distributed.run" in p.cmdline())
-
-
-def ranks_of(command: Command) -> list[int]:
-    """Return the ranks of a host: one, or none while they are restarted."""
-    return [child.pid for child in agent_of(command).children()]
-
-
 def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
     tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
 ) -> None:
@@ -134,12 +120,12 @@ def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
     both = started(tepo, two, *words(random_model, tmp_path), restarts=3)
     for victim, step in ((both[1], 2), (both[0], 4)):
         both[0].until(lambda: f"checkpoint of step {step}" in both[0].output, timeout=240)  # noqa: B023
-        service = service_guard.read_pids(service_guard.folder_of(agent_of(both[0]).pid))
-        before = [pid for command in both for pid in ranks_of(command)]
+        service = both[0].service()
+        before = [pid for command in both for pid in command.ranks()]
         assert len(before) == 2
-        os.kill(ranks_of(victim)[0], signal.SIGKILL)
-        both[0].until(lambda: all(ranks_of(c) and not set(ranks_of(c)) & set(before) for c in both), timeout=120)  # noqa: B023
-        assert service is not None and service == service_guard.read_pids(service_guard.folder_of(agent_of(both[0]).pid))
+        os.kill(victim.ranks()[0], signal.SIGKILL)
+        both[0].until(lambda: all(c.ranks() and not set(c.ranks()) & set(before) for c in both), timeout=120)  # noqa: B023
+        assert service == both[0].service()
     for command in both:
         assert command.wait(300) == 0, command.output
         command.assert_nothing_left()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import settings
 from tests.e2e.test_colocation import RUN, records
-from tests.e2e.test_two_hosts import ENVIRONMENT, Start, ranks_of, torchrun, two  # noqa: F401
+from tests.e2e.test_two_hosts import ENVIRONMENT, Start, nodes, two  # noqa: F401
 from tests.hosts import Host
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.server]
@@ -49,10 +49,10 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
     ]  # fmt: skip
     words = ["train", "examples/demo.yaml", *words, "--rollout.servers", "2", "--rollout.min_servers", "2"]
     words += ["--checkpoint.every", "1"] if killed else []
-    ranks = [tepo(*words, by=torchrun(host, two, 2 if killed else 0), env=ENVIRONMENT) for host in two]
+    ranks = [tepo(*words, *nodes(host, two), by=[*host.enter, sys.executable], env=ENVIRONMENT) for host in two]
     if killed:
         ranks[0].until(lambda: "checkpoint of step 1" in ranks[0].output, timeout=240)
-        os.kill(ranks_of(ranks[1])[0], signal.SIGKILL)
+        os.kill(ranks[1].ranks()[0], signal.SIGKILL)
     for command in ranks:
         assert command.wait(240) == 0, "\n".join(c.output for c in (*ranks, *serves))
         command.assert_nothing_left()

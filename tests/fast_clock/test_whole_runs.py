@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Command, commands, settings, write_model
-from tests.e2e.test_restart import ranks_of, taken
+from tests.e2e.test_restart import taken
 from tests.fast_clock.clock import SPEED, sweep, variables
 from tests.unit.rewards.test_judge import serve
 
@@ -129,7 +129,7 @@ def test_a_killed_rank_and_a_killed_launcher(tepo: Start, words: Words, tmp_path
     run, keys = tmp_path / "resumed", {"training__steps": 8, "checkpoint__every": 1}
     first = tepo(*words("resumed", **keys))
     with first.stopped_when(lambda: taken(run) >= 2, LIMIT):
-        os.kill(ranks_of(first)[-1], signal.SIGKILL)
+        os.kill(first.ranks()[-1], signal.SIGKILL)
     first.until(lambda: "the ranks are restarted from the checkpoint of step" in first.output, LIMIT)
     first.until(lambda: taken(run) >= 4, LIMIT)
     first.process.kill()

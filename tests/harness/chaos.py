@@ -44,7 +44,7 @@ from tests.parallel.resume_worlds import records, weights
 STEPS, SAMPLES = 6, 4
 LEFT_SECONDS = 60.0
 RUN_SECONDS = 900.0
-ROLES = ("launcher", "rank 0", "rank 1", "guard", "server", "engine", "grader", "all")
+ROLES = ("launcher", "rank 0", "rank 1", "service", "guard", "server", "engine", "grader", "all")
 PHASES = ("start", "step", "save", "sync", "export")
 MODES = ("sync", "ahead")
 IGNORED = ("torchinductor",)  # a cache of all runs
@@ -148,6 +148,8 @@ def roles_of(launcher: int) -> dict[str, list[psutil.Process]]:
                     found["guard"].append(process)
                 elif "grading/worker.py" in words:
                     found["grader"].append(process)
+                elif process.ppid() == launcher and "service" in words:
+                    found["service"].append(process)
                 elif process.ppid() == launcher and "worker" in words:
                     ranks.append(process)
                 elif process.ppid() in [guard.pid for guard in found["guard"]]:

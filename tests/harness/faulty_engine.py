@@ -26,7 +26,7 @@ from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensor
 from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tepo_megatron.weight_sync.transport import Recipient
-from tests.e2e.scripted_worker import ScriptedEngine
+from tests.e2e.scripted_service import ScriptedEngine
 from tests.harness import experts
 
 State = Mapping[str, Tensor]

@@ -21,13 +21,12 @@ from tepo_megatron import report
 from tepo_megatron.config import Config
 from tepo_megatron.controller.gate import allowed_difference
 from tepo_megatron.observability import run_dir
-from tepo_megatron.platform import activate
 from tepo_megatron.rollout import record
-from tepo_megatron.train import train
 from tepo_megatron.utils.quiet import quiet_upstream
 from tests.harness import experts
 from tests.harness.faulty_engine import Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w
+from tests.services import train_here
 from tests.worlds import run_world
 
 NOISE = {"fp32": 1e-6, "bf16": 0.02}  # nats: mean |engine - actor| of healthy steps is less
@@ -159,7 +158,7 @@ def _rank(rank: int, cfg: Config, fault: Fault, book: Path) -> None:
     quiet_upstream()
     report.write_report = lambda folder: folder / "report.png"
     with contextlib.redirect_stdout(io.StringIO()):
-        train(cfg, activate("cpu"), functools.partial(FaultyEngine, fault=fault, book=book))
+        train_here(cfg, functools.partial(FaultyEngine, fault=fault, book=book))
 
 
 def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:

@@ -11,7 +11,10 @@ EXCEPTIONS = {
     ("tepo_megatron/checkpoint/saving.py", "run"): "an idle daemon thread; who has given it a task waits with a limit",
     ("tepo_megatron/controller/service.py", "run"): "the service is idle between the calls of rank 0, whose end ends it",
     ("tepo_megatron/controller/service.py", "_read"): "a daemon thread that reads until rank 0 closes its end or dies",
-    ("tepo_megatron/controller/service.py", "accepted"): "the same thread between two rank 0s; the guard ends it with the run",
+    (
+        "tepo_megatron/controller/service.py",
+        "_received",
+    ): "between two rank 0s, until the launcher closes its end",
     (
         "tepo_megatron/inference/servers/slot.py",
         "supervise",

@@ -18,7 +18,7 @@ PLACES = ("tepo_megatron", "launch")
 # method -> arguments without which it waits for ever; its time limit is one more, or a keyword
 WAITS = {
     "wait": 0, "join": 0, "get": 0, "result": 0, "recv": 0, "accept": 0, "communicate": 0, "acquire": 0, "exception": 0,
-    "recv_bytes": 0, "wait_for": 1, "run_until_complete": 1, "serve_forever": 0, "poll": None, "select": None,
+    "recv_bytes": 0, "recv_fds": 3, "wait_for": 1, "run_until_complete": 1, "serve_forever": 0, "poll": None, "select": None,
 }  # fmt: skip
 LIMITS = {"timeout", "timeout_at", "time_limit", "wait_for"}  # `async with asyncio.timeout(5):`, `asyncio.wait_for(x, 5)`
 KEYWORDS = {"timeout", "seconds", "blocking"}

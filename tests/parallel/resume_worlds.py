@@ -22,13 +22,12 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.observability import run_dir
-from tepo_megatron.platform import activate
-from tepo_megatron.train import train
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP
 from tepo_megatron.utils.seeding import derive_seed
-from tests.e2e.scripted_worker import ScriptedEngine
+from tests.e2e.scripted_service import ScriptedEngine
+from tests.services import train_here
 from tests.tiny import tensors, tiny_qwen3
 from tests.worlds import run_world
 
@@ -199,12 +198,17 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
 
 def run_rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
     quiet_upstream()
-    if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
-        report.write_report = lambda folder: folder / "report.png"
+    if kill is None or not kill.where.endswith("write_report"):
+        without_report()
     if kill is not None and kill.rank == rank:
         kill.arm(journal)
     with contextlib.redirect_stdout(io.StringIO()):
-        train(cfg, activate("cpu"), functools.partial(FollowingEngine, journal=journal, attempt=number))
+        train_here(cfg, functools.partial(FollowingEngine, journal=journal, attempt=number))
+
+
+def without_report() -> None:
+    """Write no report in this process: half of the seconds of such a run."""
+    report.write_report = lambda folder: folder / "report.png"
 
 
 def lineage(cfg: Config, journal: Path, *kills: Kill, all_happen: bool = True) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.cli import commands
+from tepo_megatron import cli
 from tepo_megatron.config import Config
 from tepo_megatron.observability import run_dir
 from tests.parallel import resume_worlds as w
@@ -119,7 +119,7 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
     assert sorted(p.name for p in (cfg.run_dir / "checkpoints").iterdir()) == ["step-00000002"]
     resumed = replace(cfg, resume=True)
     assert run_dir.finished(resumed)
-    assert commands.train(str(cfg.run_dir / "config.yaml"), ["--resume", "true"]) == 0
+    assert cli.main(["train", str(cfg.run_dir / "config.yaml"), "--resume", "true"]) == 0
     output = capsys.readouterr().out
     assert "finished, with 2 steps" in output and "only --evaluation.patience null makes it go on" in output
     assert not run_dir.finished(replace(resumed, evaluation=replace(cfg.evaluation, patience=None)))

@@ -152,12 +152,11 @@ def test_experts_that_come_from_another_machine(
 def run_on_machines(rank: int, cfg: Any, apart: bool) -> None:
     """Take a run's steps on recorded rollouts; if `apart`, each rank is on a machine of its own."""
     from tepo_megatron.controller.batch_receiver import BatchReceiver
-    from tepo_megatron.platform import activate
-    from tepo_megatron.train import train
+    from tests.services import train_here
 
     if apart:
         BatchReceiver.open = functools.partial(BatchReceiver.open, machine=rank)  # type: ignore[method-assign]
-    train(cfg, activate("cpu"))
+    train_here(cfg)
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from tepo_megatron.config.io import plain, validate
 from tepo_megatron.distributed import parallel
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.platform import activate
-from tepo_megatron.train import train
+from tests.services import train_here
 from tests.worlds import run_world
 
 TREE = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "parallel": {"tp": 1, "dp": 2}}
@@ -29,7 +29,7 @@ def joined(rank: int, rates: list[float]) -> str:
 def trained(rank: int, rates: list[float], folder: Path) -> str:
     cfg = validate({**TREE, "output": str(folder), "optimizer": {"lr": rates[rank]}})
     with pytest.raises(TepoError) as raised:  # the model is missing, too
-        train(cfg, activate("cpu"))
+        train_here(cfg)
     return str(raised.value)
 
 

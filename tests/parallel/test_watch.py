@@ -30,7 +30,7 @@ def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | N
     dist.init_process_group("gloo")
     kept = world_store() if store is None else dist.FileStore(str(store), dist.get_world_size())
 
-    def end(explanation: str, _: bool) -> None:
+    def end(explanation: str) -> None:
         part = folder / f"end-{rank}.part"
         part.write_text(explanation)
         part.rename(part.with_suffix(".txt"))  # when one has ended, the others are killed

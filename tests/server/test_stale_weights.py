@@ -26,13 +26,12 @@ from tepo_megatron.controller.gate import pieces
 from tepo_megatron.inference.engines import ENGINES, launch_of
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.observability import run_dir
-from tepo_megatron.platform import activate
 from tepo_megatron.rollout import record
-from tepo_megatron.train import train
 from tepo_megatron.utils.quiet import quiet_upstream
 from tests.harness.stale_weights import FUNCTION
 from tests.parallel import resume_worlds as w
 from tests.server.planted.sitecustomize import CONTROL
+from tests.services import train_here
 from tests.worlds import run_world
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
@@ -115,7 +114,7 @@ def run(rank: int, cfg: Config) -> None:
     quiet_upstream()
     report.write_report = lambda folder: folder / "report.png"
     with contextlib.redirect_stdout(io.StringIO()):
-        train(cfg, activate("cpu"))
+        train_here(cfg)
 
 
 def first_possible(cfg: Config) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.ranks import Lifeline, RankFailure, RankProcesses, first_failure, interrupted_by_signals
+from tepo_megatron.launcher.ranks import RankFailure, RankProcesses, first_failure, interrupted_by_signals
 from tepo_megatron.launcher.restarts import RestartPolicy, is_recoverable
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.scratch import check_private, make_private_folder
@@ -83,7 +83,7 @@ def test_ranks_are_restarted_where_they_may_succeed(tmp_path: Path) -> None:
 
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.launcher.ranks.GRACE_SECONDS", 0.5)
-    with Lifeline() as lifeline, RankProcesses(["-c", RANKS], 2, tmp_path, {}, [], lifeline) as ranks:
+    with RankProcesses(["-c", RANKS], range(2), 2, tmp_path, {}, []) as ranks:
         ranks.start()
         failures = ranks.wait()
     assert failures[0].status == -signal.SIGKILL and failures[1].status == 1
@@ -96,13 +96,12 @@ def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with Lifeline() as lifeline:
-        sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], 2, tmp_path, {}, [], lifeline)
-        with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
-            ranks.start()
-            pids = ranks.pids
-            assert len(pids) == 2
-            ranks.wait()
+    sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], range(2), 2, tmp_path, {}, [])
+    with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
+        ranks.start()
+        pids = ranks.pids
+        assert len(pids) == 2
+        ranks.wait()
     assert signal.getsignal(signal.SIGTERM) is before
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from tepo_megatron.utils.loopback import without_proxy
+from tepo_megatron.utils.processes import LAUNCHER
 
-# Variables that torchrun sets for its workers; a server that a worker starts must not see them.
-_TORCHRUN = {
+# Variables that describe the world to ranks; a server must not see them.
+_WORLD = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("TEPO_WORLD_FOLDER", "TEPO_ERROR_FILE", "TEPO_LAUNCHER_PID"),  # our launcher
+    *("TEPO_WORLD_FOLDER", "TEPO_ERROR_FILE", LAUNCHER, "TEPO_ATTEMPT", "TEPO_START_ID"),  # our launcher
 }
 
 
@@ -23,7 +24,7 @@ _RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"}
 
 def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that are meant for ranks."""
-    removed = _TORCHRUN | (_RANKS if "RANK" in inherited else set())
+    removed = _WORLD | (_RANKS if inherited.keys() & {"RANK", LAUNCHER} else set())
     return {name: value for name, value in inherited.items() if name not in removed and not name.startswith("TORCHELASTIC_")}
 
 

@@ -213,7 +213,7 @@ export TEPO_RANK_LOGS=/project/runs/qwen/launch/jobs/1
 words=(train /project/runs/qwen/launch/jobs/1/config.yaml)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi
 words+=(--rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}")
-exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) > 8 ? $(nproc) / 8 : 1 ))}" .venv/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend static --max-restarts 3 --rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID" --rdzv-id "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" -m tepo_megatron "${words[@]}"
+exec .venv/bin/python -m tepo_megatron "${words[@]}" --nnodes 2 --rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID" --rdzv-id "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
 
 #==== /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh
 #!/usr/bin/bash

@@ -115,11 +115,13 @@ def test_keys_exist() -> None:
 def trainings(page: Path) -> list[tuple[str, list[str]]]:
     """(config, overrides) of what the page's blocks start."""
     found = []
-    of_launch, alone = {"--executor", "--cluster", "--after", "--host", "--address"}, ("--dry-run", "--quick", "--watch")
+    of_launch = {"--executor", "--cluster", "--after", "--host", "--address"}
+    of_launch |= {"--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id"}
+    alone = ("--dry-run", "--quick", "--watch")
     for words in commands(page):
         line = " ".join(w for w in words if w not in alone)
         start = re.match(r"(?:\S*bin/)?(?:tepo (?:train|serve|doctor)|python -m launch) (\S+\.yaml)", line)
-        if start is None and (start := re.match(r"torchrun .*? -m tepo_megatron train (\S+)", line)) is None:
+        if start is None:
             continue
         at = words.index(start[1])
         rest = [w for w in words[at + 1 :] if w not in alone]

@@ -127,6 +127,17 @@ EXHIBITS = (
         tests=("tests/unit/controller/test_service.py::test_answers_that_nobody_waits_for_yet_are_kept",),
     ),
     Exhibit(
+        name="a_stopped_service_outlives_the_launcher",
+        source="own (issue 43: the launcher starts the service)",
+        kind="rollout service",
+        bug="The service notices the end of its launcher by itself, which it cannot while it is stopped or busy.",
+        cost="After a SIGKILL of the launcher the servers keep their GPUs, and the next run finds none.",
+        symbol="ServiceProcess._start",
+        old="preexec_fn=functools.partial(die_with_parent, os.getpid()),",
+        new="",
+        tests=("tests/unit/controller/test_service.py::test_the_service_ends_with_the_launcher",),
+    ),
+    Exhibit(
         name="a_failed_evaluation_counts_as_done",
         source="our own: CHANGELOG Changed (the rollout service)",
         kind="rollout service",

@@ -13,7 +13,7 @@ from tepo_megatron.config.io import validate
 from tepo_megatron.controller.opening import open_driver
 from tepo_megatron.data import PromptStream, load_data, load_tokenizer
 from tepo_megatron.errors import DataError
-from tests.e2e.scripted_worker import ScriptedEngine
+from tests.e2e.scripted_service import ScriptedEngine
 from tests.tiny import tiny_qwen3
 
 

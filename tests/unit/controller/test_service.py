@@ -11,20 +11,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tepo_megatron.config.io import to_yaml, validate
-from tepo_megatron.controller import service_start
 from tepo_megatron.controller.driver import ServiceDriver
-from tepo_megatron.controller.messages import Waited
-from tepo_megatron.controller.service_client import ServiceClient
-from tepo_megatron.controller.service_start import ForkedProcess, start_service
+from tepo_megatron.controller.messages import Waited, ended
+from tepo_megatron.controller.service_client import ServiceAddress, ServiceClient
 from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.errors import DataError, RolloutError
-from tepo_megatron.utils import progress, service_guard
+from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
+from tepo_megatron.utils.memory_kills import MemoryKills
+from tests.services import fork
 from tests.waiting import error_of, lives, until
 
 HTTP_AND_TEXT = ("httpx", "aiohttp", "msgspec", "transformers", "tokenizers", "math_verify", "datasets", "pyarrow")
@@ -54,32 +55,11 @@ def test_the_service_imports_no_trainer() -> None:
 
 @contextmanager
 def service(silence_seconds: float = 60.0) -> Iterator[ServiceClient]:
-    with start_service(silence_seconds) as client:
+    with ServiceProcess(SERVICE, {}) as process:
+        connection, pid = process.connect()
+        client = ServiceClient(ServiceAddress(Connection(connection.detach()), pid), silence_seconds)
         yield client
-
-
-@pytest.fixture
-def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard is stuck after 2 s instead of 300 s."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(service_start, "STUCK_SECONDS", 2.0)
-    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.2)
-
-
-@pytest.mark.slow
-def test_a_guard_that_starts_slowly_is_waited_for(impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = tmp_path / "python"
-    slow.write_text(f"#!/bin/sh\ntimeout 5 sh -c 'while :; do :; done'\nexec {sys.executable} \"$@\"\n")
-    slow.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(slow))
-    with start_service(60.0, supervisor=os.getpid()) as client:
-        client.call("ping")
-
-
-def test_a_guard_that_ends_in_its_start_is_noticed(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_guard, "start", lambda *_: subprocess.Popen(["false"]).pid)
-    with pytest.raises(RolloutError, match="ended in its start"), start_service(60.0, supervisor=os.getpid()):
-        pass
+        client.close()
 
 
 def config(folder: Path, **sections: Any) -> Any:
@@ -108,9 +88,9 @@ def test_a_killed_service_is_one_error_that_says_how(tmp_path: Path) -> None:
     with service() as client:
         client.call("ping")
         os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(RolloutError, match=f"the rollout service .pid {client.pid}. was ended by SIGKILL"):
+        with pytest.raises(RolloutError, match=f"the rollout service .pid {client.pid}. has ended"):
             client.call("ping")
-        with pytest.raises(RolloutError, match="was ended by SIGKILL"):
+        with pytest.raises(RolloutError, match="has ended"):
             client.call("ping")
 
 
@@ -140,7 +120,7 @@ def _started_late(seconds: float, start_seconds: float) -> str:
             while theirs.recv().name != "close":
                 pass
 
-    client = ServiceClient(ours, ForkedProcess(answer), 0.5, start_seconds)
+    client = ServiceClient(ServiceAddress(ours, fork(answer)), 0.5, start_seconds)
     theirs.close()  # the fork has it
     try:
         return client.call("open")
@@ -162,7 +142,7 @@ def test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives(monke
     """The pipe holds a few hundred messages: then the next one would block rank 0."""
     monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.001)
     (ours, theirs), process = Pipe(), subprocess.Popen(["sleep", "60"])
-    client = ServiceClient(ours, process, 0.5, 1.0)
+    client = ServiceClient(ServiceAddress(ours, process.pid), 0.5, 1.0)
     with pytest.raises(RolloutError, match="has not started"):
         client.call("open")
     client.close()
@@ -175,7 +155,7 @@ def test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives(monke
 
 def test_a_service_that_stops_within_an_answer_is_noticed() -> None:
     (ours, theirs), process = Pipe(), subprocess.Popen(["sleep", "60"])
-    client = ServiceClient(ours, process, 0.5, 0.5)
+    client = ServiceClient(ServiceAddress(ours, process.pid), 0.5, 0.5)
     os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first bytes")
     error = error_of(lambda: client.call("best_step"), seconds=20)
     process.kill()
@@ -196,19 +176,41 @@ def test_a_service_that_is_stuck_in_its_start_is_noticed(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_service_ends_with_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_service_ends_with_the_launcher(number: signal.Signals) -> None:
     code = (
-        "import os, time\n"
-        "from tepo_megatron.controller.service_start import start_service\n"
-        "with start_service(60.0) as client:\n"
-        "    client.call('ping'); print(client.pid, flush=True); time.sleep(60)\n"
+        "import time\n"
+        "from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess\n"
+        "process = ServiceProcess(SERVICE, {})\n"
+        "print(process.connect()[1], flush=True); time.sleep(60)\n"
     )
-    rank = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True)
-    assert rank.stdout is not None
-    pid = int(rank.stdout.readline())
-    rank.kill()
-    rank.communicate()
+    launcher = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pid = int(launcher.stdout.readline())
+    os.kill(pid, signal.SIGCONT if number == signal.SIGKILL else number)  # one that is stopped, too
+    launcher.kill()
+    launcher.communicate()
     until(lambda: not lives(pid))
+
+
+@pytest.mark.slow
+def test_a_service_that_has_ended_is_replaced_and_the_launcher_says_how_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("oom_kill 0\n")
+    kills = MemoryKills(proc=tmp_path)
+    with ServiceProcess(["-c", "import time; time.sleep(600)"], {}) as process:
+        connection, first = process.connect()
+        connection.close()
+        again, same = process.connect()
+        again.close()
+        assert same == first
+        os.kill(first, signal.SIGKILL)
+        assert process.explained("rank 1: traceback", kills) == "rank 1: traceback"
+        said = process.explained(f"rank 0: {ended(first)}", kills)
+        assert said.startswith(f"rank 0: the rollout service (pid {first}) was ended by SIGKILL: "), said
+        last, second = process.connect()
+        last.close()
+        assert second != first and lives(second)
+    assert not lives(second)
 
 
 def test_answers_that_nobody_waits_for_yet_are_kept() -> None:
@@ -223,7 +225,7 @@ def test_answers_that_nobody_waits_for_yet_are_kept() -> None:
         theirs.send(Answer(first.number, None, DataError("no prompts")))
         assert theirs.recv().name == "close"
 
-    client = ServiceClient(ours, ForkedProcess(answer), silence_seconds=60.0)
+    client = ServiceClient(ServiceAddress(ours, fork(answer)), silence_seconds=60.0)
     theirs.close()  # the fork has it
     load, other = client.begin("engine.load", []), client.begin("best_step")
     with pytest.raises(DataError, match="no prompts"):
@@ -254,7 +256,7 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
             patch.setattr(service, "open_driver", lambda cfg, make_engine: nullcontext(Failing()))
             service.RolloutService([theirs], None).run()
 
-    client = ServiceClient(ours, ForkedProcess(answer), silence_seconds=60.0)
+    client = ServiceClient(ServiceAddress(ours, fork(answer)), silence_seconds=60.0)
     theirs.close()
     client.call("open", cfg)
     driver = ServiceDriver(client, cfg)

@@ -20,7 +20,7 @@ from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tests.e2e.scripted_worker import ScriptedEngine
+from tests.e2e.scripted_service import ScriptedEngine
 from tests.tiny import change_tensors, tiny_qwen3
 from tests.worlds import run_world
 

@@ -1,4 +1,4 @@
-"""A rank whose engine is scripted instead of vLLM: everything else of a run is real (launcher, ranks, grading, updates, files).
+"""A service whose engine is scripted instead of vLLM: all else of a run is real (launcher, ranks, grading, updates, files).
 
 `TEPO_TEST_ENGINE` says how the engine behaves: "good", or what goes wrong with it in step 2.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,10 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import load_config
+from tepo_megatron.controller.service import main
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.report import EngineReport
-from tepo_megatron.launcher.launcher import run_rank
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_groups import ScriptedGroups
 
@@ -130,4 +128,4 @@ class ScriptedEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(load_config(sys.argv[1]), ScriptedEngine))
+    main(ScriptedEngine)
