@@ -100,5 +100,6 @@ METHODS: dict[str, dict[str, Any]] = {
 
 # (low, high) where a correction is given none; 0: it has no lower bound
 CORRECTION_BOUNDS = {
-    "none": (0.0, math.inf), "tis": (0.0, 2.0), "sequence_mis": (0.0, 2.0), "geometric_mask": (0.99, 1.01), "icepop": (0.5, 5.0),
+    "none": (0.0, math.inf), "tis": (0.0, 2.0), "sequence_mis": (0.0, 2.0),
+    "geometric_mask": (0.99, 1.01), "icepop": (0.5, 5.0),
 }  # fmt: skip

@@ -62,7 +62,7 @@ def work(cfg: Config, platform: Any) -> None:
 
 
 if __name__ == "__main__":
-    if launcher.inside_torchrun():
+    if "RANK" in os.environ:
         sys.exit(launcher.run_rank(load_config(sys.argv[1]), work=work))
     launcher.launch = functools.partial(launcher.launch, worker="tests.rehearsal.rank")
     sys.exit(cli.main())
