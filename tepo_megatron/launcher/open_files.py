@@ -11,16 +11,15 @@ from tepo_megatron.utils.open_files import WANTED, raise_open_file_limit
 _BASE = 160
 _PER_RANK = 12  # gloo connections, one in each process group
 _PER_WORKER = 3  # pipes of a grading worker
-_PER_AGENT = 3  # the ends of its connection to the gateway, both in the service, and its request; all samples of a step at once
 
 
-def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig, agents: bool) -> int:
+def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) -> int:
     """Return how many files, pipes and connections one process of the run must be able to open, with one request per server.
 
-    With a limit that is too low for `rollout.server.concurrency` requests per server, the run sends fewer (`ServerPool`).
+    With a limit that is too low for `rollout.server.concurrency` requests per server, the run sends fewer (`ServerPool`), and
+    where it is too low for all agents of a step, fewer run at once (`CustomRollouts`).
     """
     requests = rollout.servers * (1 + CONTROL_CONNECTIONS)
-    requests += agents * int(_PER_AGENT * rollout.prompts_per_step * rollout.oversample * rollout.samples_per_prompt)
     return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 
@@ -33,5 +32,5 @@ def check_open_files(needed: int) -> None:
     if (limit := raise_open_file_limit(max(needed, WANTED))) < needed:
         raise ConfigError(
             f"a process may open {limit} files here, and this run needs {needed}; raise the limit (`ulimit -n {needed}`), or "
-            "lower rollout.servers, reward.workers or, with an agent, rollout.prompts_per_step"
+            "lower rollout.servers or reward.workers"
         )

@@ -25,7 +25,6 @@ def preflight(cfg: "Config", lengths: Mapping[str, int] | None = None) -> None:
     from tepo_megatron.inference.servers.served_model import check_cache
     from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
     from tepo_megatron.rewards import check_reward
-    from tepo_megatron.rollout.agent import is_agent
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
     from tepo_megatron.rollout.truncation import check_truncation
@@ -34,10 +33,11 @@ def preflight(cfg: "Config", lengths: Mapping[str, int] | None = None) -> None:
     from tepo_megatron.weights.fit import check_positions
     from tepo_megatron.weights.hf_io import HfReader
 
-    agents = cfg.rollout.function is not None and is_agent(load_function(cfg.rollout.function).call)
-    check_open_files(needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward, agents))
+    check_open_files(needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward))
     resolve(cfg)
     check_sources(cfg.evaluation)
+    if cfg.rollout.function is not None:
+        load_function(cfg.rollout.function)
     check_reward(cfg.reward)
     hf_config = read_config(cfg.model.path)
     family = find_family(hf_config)

@@ -8,11 +8,13 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import ConfigError
@@ -27,8 +29,10 @@ from tepo_megatron.rollout.gateway import Gateway
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.open_files import SPARE_FILES, raise_open_file_limit
 from tepo_megatron.utils.seeding import derive_seed
 
+FILES_OF_AN_AGENT = 3  # both ends of its connection to the gateway, and its request to a server
 _HANG_UP_TURNS = 100  # of the gateway's event loop, until it has seen that a client gave up its request
 _TURN_SECONDS = 0.01  # not a limit: of one turn, longer where that loop is busy
 
@@ -103,6 +107,7 @@ class CustomRollouts:
         )
         self._chat = chat if is_agent(function.call) else None
         self.gateway: Gateway | None = None
+        self._places: AbstractAsyncContextManager[None] = nullcontext()  # for samples that run at once
         self._loop, self._server = LoopThread("conversations"), LoopThread("gateway")
         self._calls = FunctionThread(self._limits.seconds, self._load_again)
         self._events: list[str] = []
@@ -146,6 +151,7 @@ class CustomRollouts:
         if self._chat is not None and self.gateway is None:
             self.gateway = Gateway(self._chat.decode)
             await asyncio.wrap_future(self._server.submit(self.gateway.start()))
+            self._places = asyncio.Semaphore(self._agents_at_once(len(prompts) * sampling.samples))
         each = [(prompt, k) for prompt in prompts for k in range(sampling.samples)]
 
         async def group(samples: Sequence[asyncio.Task[list[Rollout]]]) -> None:
@@ -164,6 +170,18 @@ class CustomRollouts:
             return [rollout for sample in samples for rollout in sample.result()]
         raise error
 
+    def _agents_at_once(self, wanted: int) -> int:
+        """Raise the limit of open files, and return how many agents can run at once under it."""
+        limit, others = raise_open_file_limit(), psutil.Process().num_fds() + SPARE_FILES
+        allowed = max(1, (limit - others) // FILES_OF_AN_AGENT)
+        if allowed < wanted:
+            needed = others + FILES_OF_AN_AGENT * wanted
+            self._events.append(
+                f"only {allowed} of {wanted} agents run at once, because a process may open {limit} files here and these need "
+                f"{needed}; raise the limit (`ulimit -n {needed}`)"
+            )
+        return allowed
+
     async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
         """Return the sequences of one sample that the function makes."""
         while True:
@@ -175,6 +193,10 @@ class CustomRollouts:
                 self._events.append(f"prompt {prompt.id}: {e}; sample {sample} is made again")
 
     async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
+        async with self._places:
+            return await self._in_place(prompt, sampling, seed, sample)
+
+    async def _in_place(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
         with self._opened(prompt, sampling, seed) as (made, argument):
             returned, failure = await self._call(made, argument)
             if made.failure is not None:  # the function caught the error and went on

@@ -4,6 +4,7 @@ import resource
 import sys
 
 WANTED = 65_536  # as vLLM and SGLang ask for; programs that close all possible files are slow under much higher limits
+SPARE_FILES = 64  # for whatever else a process opens while requests are in flight
 
 
 def open_file_limit() -> int:

@@ -29,6 +29,7 @@ from transformers import Qwen3Config
 from tepo_megatron.checkpoint.folder import steps
 from tepo_megatron.config.io import load_config
 from tepo_megatron.launcher.open_files import needed_open_files
+from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import ROOT, Command, commands
 from tests.fast_clock.clock import SPEED, sweep, variables
@@ -154,6 +155,7 @@ def test_ten_steps_of_the_14b_recipe(tmp_path: Path) -> None:
     assert sum(row["rollout/server_restarts"] for row in metrics) == 1 and "is sampled again" in first.output
     check_accounts(run)
     cfg = load_config(run / "config.yaml")
-    assert peaks["open files"] <= needed_open_files(PROCESSES, cfg.rollout, cfg.reward, agents=True) and peaks["MiB"] < 2048
+    of_agents = FILES_OF_AN_AGENT * cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
+    assert peaks["open files"] <= needed_open_files(PROCESSES, cfg.rollout, cfg.reward) + of_agents and peaks["MiB"] < 2048
     largest = {key: max(count[key] for count in counts) for key in ("most_open", "request", "answer")}
     print(json.dumps(peaks | largest | {"message": json.loads((run / MESSAGE).read_text())}))

@@ -1,4 +1,4 @@
-"""The ranks of one machine share its cores as threads, or those that its control group allows; files that a run opens."""
+"""The ranks of one machine share its cores as threads, or those that its control group allows."""
 
 from __future__ import annotations
 
@@ -56,17 +56,3 @@ def test_a_real_quota_is_seen() -> None:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         group.add(child.pid)
         assert child.communicate("\n")[0] == "1\n"
-
-
-@pytest.mark.parametrize("agents", [False, True])
-def test_a_limit_of_open_files_that_a_step_of_agents_exceeds_is_refused(agents: bool) -> None:
-    code = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-from tepo_megatron.config import RewardConfig, RolloutConfig
-from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
-check_open_files(needed_open_files(8, RolloutConfig(servers=8), RewardConfig(), agents={agents}))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert bool(ended.returncode) == agents, ended.stderr
-    assert ("may open 1024 files here" in ended.stderr and "rollout.prompts_per_step" in ended.stderr) == agents

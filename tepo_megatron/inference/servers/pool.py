@@ -22,9 +22,7 @@ from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.sleep import SleepController, until
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.utils.loop import LoopThread
-from tepo_megatron.utils.open_files import raise_open_file_limit
-
-SPARE_FILES = 64  # for whatever else the process opens while requests are in flight
+from tepo_megatron.utils.open_files import SPARE_FILES, raise_open_file_limit
 
 
 class ServerPool:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -21,12 +22,14 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.losses.advantages import group_advantages
 from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.rollout import custom as rollout_custom
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import LossCounter
-from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT, CustomRollouts, load_function
 from tepo_megatron.rollout.gateway import Gateway
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.open_files import SPARE_FILES
 
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -276,6 +279,23 @@ def test_all_samples_of_a_step_connect_while_the_gateway_is_busy() -> None:
     finally:
         over.set()
         loop.stop()
+
+
+COUNTED = """
+agent.running = getattr(agent, "running", 0) + 1
+at_once = agent.running
+await ask(user("a"))
+agent.running -= 1
+return at_once
+"""
+
+
+def test_as_many_agents_run_at_once_as_there_are_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SPARE_FILES + 3 * FILES_OF_AN_AGENT
+    monkeypatch.setattr(rollout_custom, "raise_open_file_limit", lambda: psutil.Process().num_fds() + files)
+    rollouts, _, _, (event, _) = run(tmp_path, COUNTED, ["x<|im_end|>"], samples=8)
+    assert len(rollouts) == 8 and max(rollout.reward for rollout in rollouts) == 3
+    assert event.startswith("only 3 of 8 agents run at once, because a process may open ") and "`ulimit -n " in event
 
 
 @pytest.mark.slow
