@@ -88,9 +88,9 @@ EXHIBITS = (
         kind="audits",
         bug="Names of a server's metrics are passed through as they are, also those of the run.",
         cost="A faulty server sets the run's reward on the dashboard, and the scrape holds a name twice.",
-        symbol="merge_servers",
-        old="is not None and not sample[1].startswith(PREFIX):",
-        new="is not None:",
+        symbol="merged",
+        old="if not sample.name.startswith(PREFIX):",
+        new="if sample.name:",
         tests=("tests/unit/test_metrics_endpoint.py::test_the_metrics_of_servers_become_one_text",),
     ),
 )
