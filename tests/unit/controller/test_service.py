@@ -184,13 +184,16 @@ def test_the_service_ends_with_the_launcher(number: signal.Signals) -> None:
         "process = ServiceProcess(SERVICE, {})\n"
         "print(process.connect()[1], flush=True); time.sleep(60)\n"
     )
-    launcher = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    pid = int(launcher.stdout.readline())
-    os.kill(pid, signal.SIGCONT if number == signal.SIGKILL else number)  # one that is stopped, too
-    launcher.kill()
-    launcher.communicate()
-    until(lambda: not lives(pid))
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        try:
+            os.kill(pid, signal.SIGCONT if number == signal.SIGKILL else number)  # one that is stopped, too
+            launcher.kill()
+            until(lambda: not lives(pid))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
