@@ -1,5 +1,6 @@
 """Export a Megatron-Core checkpoint, whatever layout wrote it, to a Hugging Face directory."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
+from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.importing import check_finite
 from tepo_megatron.convert.output import new_directory
-from tepo_megatron.convert.places import carried_folder, stop_tokens_of_run
+from tepo_megatron.convert.places import carried_folder
 from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.world import world_of_one
@@ -81,9 +83,15 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
             written = write_shards(_written(plan, reader, form, carried, advance), filling, "model", FILE_BYTES)
             write_index(filling, written, total)
-            carry_over(folder, filling, stop_token_ids=stop_tokens_of_run(checkpoint))
+            carry_over(folder, filling, stop_token_ids=_stop_tokens_of_run(checkpoint))
             set_config(filling, _config_changes(plan, announced, hf_config))
     return total
+
+
+def _stop_tokens_of_run(checkpoint: Path) -> list[int]:
+    """Return `rollout.stop_token_ids` of the run that saved this checkpoint; none if an import or another trainer made it."""
+    run = checkpoint / RUN
+    return json.loads(run.read_bytes()).get("stop_token_ids", []) if run.exists() else []
 
 
 def _written(

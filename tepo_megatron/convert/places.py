@@ -1,10 +1,8 @@
 """Find the directories that the user names on the command line."""
 
-import json
 import re
 from pathlib import Path
 
-from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.convert import HF_FOLDER
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.weights.hf_io import carried_files
@@ -74,9 +72,3 @@ def carried_folder(checkpoint: Path, base: Path | None) -> Path:
         option = "" if base else " with --hf"
         raise CheckpointError(f"{folder / 'config.json'}: not found; give the model's Hugging Face directory{option}")
     return folder
-
-
-def stop_tokens_of_run(checkpoint: Path) -> list[int]:
-    """Return `rollout.stop_token_ids` of the run that saved this checkpoint; none if an import or another trainer made it."""
-    run = checkpoint / RUN
-    return json.loads(run.read_bytes()).get("stop_token_ids", []) if run.exists() else []

@@ -378,6 +378,12 @@ def test_inspect_shows_kind_family_and_parameters(tmp_path: Path) -> None:
     assert "decoder.layers.mlp.linear_fc1.weight  [3, 768, 128]  float32" in listed
 
 
+def test_the_command_finds_its_folders_before_megatron_is_imported() -> None:
+    """The platform redirects Megatron at its first import; a world that is forked here has activated it already."""
+    code = "import sys, tepo_megatron.convert.places; assert not any(name.startswith('megatron') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600)
+
+
 @pytest.mark.full
 def test_the_command_runs_without_torchrun_from_any_folder(tmp_path: Path) -> None:
     """Start the command as a user does: in a process of its own, without torchrun and from anywhere."""
@@ -389,6 +395,8 @@ def test_the_command_runs_without_torchrun_from_any_folder(tmp_path: Path) -> No
         return subprocess.run(command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
 
     done = run("import", "--hf", "hf", "--out", "megatron")
+    assert done.returncode == 0 and "GB/s" in done.stdout and done.stderr == ""
+    done = run("export", "--megatron", "megatron", "--out", "back")
     assert done.returncode == 0 and "GB/s" in done.stdout and done.stderr == ""
     done = run("verify", "--hf", "hf", "--megatron", "megatron")
     assert done.returncode == 0 and done.stdout.endswith("passed\n") and done.stderr == ""
