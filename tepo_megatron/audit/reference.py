@@ -170,28 +170,30 @@ def evaluate(m: Formula, batch: ReferenceBatch) -> Outcome:
     Raises:
         KeyError: An input that the method needs is missing, or one of its parts is unknown.
     """
-    given = batch.inputs
-    logprob_N, entropy_N = given["logprob"], given["entropy"]
+    inputs = batch.inputs
+    logprob_N, entropy_N = inputs["logprob"], inputs["entropy"]
     compare = Comparisons(logprob_N.numel(), m.log_ratio_limit)
-    x_N = logprob_N - given["old_logprob"]
-    advantage_N = _advantage(m, given["group_advantage"], entropy_N)
+    x_N = logprob_N - inputs["old_logprob"]
+    advantage_N = _advantage(m, inputs["group_advantage"], entropy_N)
     ratio_N, surrogate_N, clipped_N = _policy(m, batch, compare, logprob_N, x_N, advantage_N)
     terms = {"advantage": advantage_N, "ratio": ratio_N, "clipped": clipped_N}
     parts: list[Tensor] = []
     if m.correction != "none":
-        terms["correction"] = _correction(m, batch, compare, given["old_logprob"] - given["rollout_logprob"])
+        terms["correction"] = _correction(m, batch, compare, inputs["old_logprob"] - inputs["rollout_logprob"])
         surrogate_N = surrogate_N * terms["correction"]
     if m.weighting != "none":
         terms["weight"], terms["penalty"] = _weighting(m, batch, compare)
         surrogate_N = surrogate_N * terms["weight"]
         parts.append(-terms["penalty"] * x_N.abs())
-    terms["entropy_change"] = entropy_N.detach() - given["old_entropy"]
+    terms["entropy_change"] = entropy_N.detach() - inputs["old_entropy"]
     terms["kl_mask"] = _kl_mask(m, compare, advantage_N, terms["entropy_change"])
     terms["kl"] = torch.where(terms["kl_mask"], divergence(m.kl, compare, x_N, x_N), 0.0)
     parts += [surrogate_N, -m.beta * terms["kl"], m.entropy_coefficient * entropy_N]
     if m.ref_beta and m.ref_kl_in == "loss":
-        exact = m.ref_kl == "full"
-        terms["ref_kl"] = given["teacher_kl"] if exact else divergence(m.ref_kl, compare, logprob_N - given["ref_logprob"], x_N)
+        if m.ref_kl == "full":
+            terms["ref_kl"] = inputs["teacher_kl"]
+        else:
+            terms["ref_kl"] = divergence(m.ref_kl, compare, logprob_N - inputs["ref_logprob"], x_N)
         parts.append(-m.ref_beta * terms["ref_kl"])
     terms["share"] = 1 / _denominator(m, batch)
     parts_N = terms["share"] * torch.stack(parts)

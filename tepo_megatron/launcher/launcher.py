@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import RunStopped, TepoError
-from tepo_megatron.launcher.nodes import Nodes
+from tepo_megatron.launcher.nodes import ONE_MACHINE, Nodes
 from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
     RankProcesses,
@@ -39,8 +39,6 @@ from tepo_megatron.utils.storage import disk_fault, writing
 if TYPE_CHECKING:
     from tepo_megatron.platform import Platform
 
-_ONE_MACHINE = Nodes()
-
 
 class RanksFailed(TepoError, RuntimeError):
     """A rank ended with an error. The message is that of the rank that failed first."""
@@ -50,7 +48,7 @@ def launch(
     cfg: Config,
     worker: str = "tepo_megatron.launcher.worker",
     inherit: Sequence[int] = (),
-    nodes: Nodes = _ONE_MACHINE,
+    nodes: Nodes = ONE_MACHINE,
     service: Sequence[str] = SERVICE,
 ) -> None:
     """Run `python -m WORKER CONFIG` once per rank and wait for all ranks. Restart them as `checkpoint.max_restarts` says.

@@ -74,6 +74,9 @@ class Nodes:
         del kept
 
 
+ONE_MACHINE = Nodes()
+
+
 def refuse_torchrun() -> None:
     """Raise ConfigError if torchrun started this process, which starts the ranks itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tepo_megatron.launcher.nodes import Nodes, refuse_torchrun
+from tepo_megatron.launcher.nodes import ONE_MACHINE, Nodes, refuse_torchrun
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 
@@ -13,10 +13,7 @@ if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in
     from tepo_megatron.config import Config
 
 
-_ONE_MACHINE = Nodes()
-
-
-def start(cfg: "Config", worker: str | None = None, watched: bool = False, nodes: Nodes = _ONE_MACHINE) -> None:
+def start(cfg: "Config", worker: str | None = None, watched: bool = False, nodes: Nodes = ONE_MACHINE) -> None:
     """Make one run, or this machine's part of it, in processes of its own and wait for it. `preflight` has checked it.
 
     Args:
