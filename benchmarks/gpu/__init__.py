@@ -1,1 +1,1 @@
-"""Measurements that need a GPU: `python tools/gpu_check.py`, and `python -m benchmarks.gpu.step` for the step of a config."""
+"""Measurements that need a GPU: `python tools/gpu_check.py`."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu._step_rank import rollouts
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import case_of
 from benchmarks.gpu.check.one_rank import actor_of
+from benchmarks.gpu.check.steps import rollouts
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.types import TrainBatch
 

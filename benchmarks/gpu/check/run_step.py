@@ -21,15 +21,14 @@ import torch
 import yaml
 
 from benchmarks._ranks import one_rank
-from benchmarks.gpu._step_rank import OLD, UPDATES, MeasuredSteps
 from benchmarks.gpu._timing import matmul_rate
 from benchmarks.gpu.check.kernel_times import kernel_times
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.machine import unknown_card
+from benchmarks.gpu.check.machine import card_of, unknown_card
 from benchmarks.gpu.check.model import Case, case_of, random_model, run_tree
 from benchmarks.gpu.check.parts import STEP_LINES
-from benchmarks.gpu.step import NOT_ALLOCATED, PLANNED, gpu_here, overrides_here
-from tepo_megatron.actor.kernels import installed
+from benchmarks.gpu.check.steps import OLD, UPDATES, MeasuredSteps
+from tepo_megatron.actor.kernels import choose, installed
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import GIB, GPUS
@@ -42,6 +41,8 @@ TIMED_STEPS = 2
 FORWARD, FORWARD_AND_BACKWARD = 1, 3  # passes, by their operations
 SQUARE = {"cpu": 128, "cuda": 8192}  # of the product that gives the rate
 TRACED_PROMPTS = 2
+NOT_ALLOCATED = ("fragmentation", "context, NCCL")  # parts of the plan that PyTorch's allocator does not count as tensors
+PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}
 
 
 def run(check: Check) -> None:
@@ -65,10 +66,19 @@ def _predictor(check: Check, case: Case) -> tuple[Predictor, str | None]:
     """Return what predicts the case's config, and the GPU that is here; None for one that is not in the plan's table."""
     config = check.folder / f"{case.folder}.yaml"
     config.write_text(yaml.safe_dump(run_tree(check, random_model(check, case), case)))
-    gpu = gpu_here(check.platform)
-    cfg = load_config(str(config), overrides_here(str(config), [], installed()))
+    gpu = card_of(torch.cuda.get_device_name(0)) if check.on_gpu else next(iter(GPUS))  # on a CPU, for tests, any will do
+    cfg = load_config(str(config), attention_words(str(config), installed()))
     request = PlanRequest(gpu=gpu or next(iter(GPUS)), prompt=case.prompt, response=case.response)
     return predictor_of(cfg, request), gpu
+
+
+def attention_words(config: str, packages: frozenset[str]) -> list[str]:
+    """Return overrides that name PyTorch's attention where the layers are PyTorch's: `tepo plan` takes `auto` for the images'
+    Transformer Engine, whose attention needs less memory.
+    """
+    cfg = load_config(config, [])
+    layers = choose(cfg.model, cfg.megatron, cfg.platform, packages, cp=cfg.parallel.cp).layers
+    return ["--model.attention", "sdpa"] if layers == "torch" else []
 
 
 def _measure(check: Check, steps: MeasuredSteps, predictor: Predictor, gpu: str | None) -> None:

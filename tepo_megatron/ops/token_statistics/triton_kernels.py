@@ -3,7 +3,7 @@ written over the logits.
 
 Loads and stores cover the padded width W of a row, and padding is masked by value. Where W and the stride are multiples of 16,
 Triton then moves 16 bytes per lane, even if the number C of real columns is odd (vocabulary 32001). Where they are not, the
-compiler specializes the same kernel for narrower accesses. `python -m benchmarks.triton_aot` compiles both and counts.
+compiler specializes the same kernel for narrower accesses.
 
 Without a GPU the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before anything imports triton.
 """

@@ -69,7 +69,7 @@ EXHIBITS = (
         kind="checks of a machine",
         bug="`tepo plan` takes `attention=auto` for Transformer Engine's; the step is measured where that is not installed.",
         cost="2.7 of 54 GiB are missing in the prediction for 1.7 B parameters, and the comparison blames the plan.",
-        symbol="overrides_here",
+        symbol="attention_words",
         old='if layers == "torch" else []',
         new='if layers == "none" else []',
         tests=("tests/unit/benches/test_gpu_check.py::test_the_plan_takes_the_attention_that_is_here",),

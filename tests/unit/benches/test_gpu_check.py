@@ -14,12 +14,12 @@ import torch
 import yaml
 
 from benchmarks._token_stats_peers import FORMS, plain_formula
-from benchmarks.gpu import step
 from benchmarks.gpu.check import command, lines, machine, report, timeline, worlds
 from benchmarks.gpu.check.kernel_times import BINS, summary
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import run_tree
 from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, line_names, selected
+from benchmarks.gpu.check.run_step import attention_words
 from tepo_megatron.actor import precision
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
@@ -246,7 +246,7 @@ def test_the_plan_takes_the_attention_that_is_here(tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump(run_tree(check_of(tmp_path), tmp_path / "model") | {"platform": "cuda"}))
     planned = {}
     for found in (frozenset[str](), frozenset({"transformer_engine"})):
-        cfg = load_config(str(config), step.overrides_here(str(config), [], found))
+        cfg = load_config(str(config), attention_words(str(config), found))
         planned["transformer_engine" in found] = predictor_of(cfg, PlanRequest()).model.kernels.attention
     assert planned == {False: "packed", True: "te"}
 

@@ -1,26 +1,20 @@
-"""One rank of `benchmarks.gpu.step`: it times the steps of one config."""
+"""Training steps of one config on random tokens, timed by phase."""
 
 from __future__ import annotations
 
-import json
 import random
-import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.platform import activate
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.utils.processes import die_with_parent
 
 OLD, UPDATES = "old log-probs", "updates"
 
@@ -99,41 +93,3 @@ class MeasuredSteps:
         all_ranks = [mine] * self.groups.world_size
         dist.all_gather_object(all_ranks, mine, group=self.groups.host)
         return max(all_ranks) if self.on_gpu else None
-
-
-def main() -> None:
-    """Run the steps.
-
-    The arguments are the caller's process id, and JSON with `config` (its file), `overrides`, `prompt`, `response`, `steps`,
-    `folder`.
-    """
-    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    asked = json.loads(sys.argv[2])
-    cfg = load_config(asked["config"], asked["overrides"])
-    steps = MeasuredSteps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
-    batch = steps.begin(1)
-    noise = steps.actor.measure_noise(batch)
-    logprobs_N = torch.zeros(batch.num_tokens, device=steps.groups.device)
-    if steps.groups.is_last_stage:
-        assert batch.old_logprobs_N is not None
-        logprobs_N = batch.old_logprobs_N
-    logprobs_N = steps.groups.broadcast_from_last_stage(logprobs_N)
-    steps.finish(1, batch)
-    for taken in steps.seconds.values():
-        taken.clear()  # the first step compiled kernels and made the optimizer's state
-    for step in range(2, asked["steps"] + 2):
-        steps.finish(step, steps.begin(step))
-    peak = steps.peak_gib()
-    if steps.groups.is_main:
-        folder = Path(asked["folder"])
-        tokens = sum(r.token_ids_L.numel() for r in steps.rollouts)
-        found = {"seconds": steps.seconds, "peak_gib": peak, "noise": noise, "tokens": tokens}
-        (folder / "found.json").write_text(json.dumps(found))
-        torch.save(logprobs_N.float().cpu(), folder / "logprobs.pt")
-    from tepo_megatron.distributed import parallel
-
-    parallel.shutdown()
-
-
-if __name__ == "__main__":
-    main()
