@@ -154,8 +154,8 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     """
     from tepo_megatron.config.io import load_config
     from tepo_megatron.inference.engines import launch_of
+    from tepo_megatron.inference.model_checks import check_experts
     from tepo_megatron.inference.servers.serve import serve
-    from tepo_megatron.rollout.experts import check_experts
     from tepo_megatron.weights.hf_io import HfReader
 
     cfg = load_config(config_path, overrides)
