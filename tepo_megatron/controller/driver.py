@@ -62,7 +62,7 @@ class Driver:
 
     def log_message(self, text: str) -> None:
         """Log a message for the user."""
-        self._call("log_message", text)
+        self._call("log.message", text)
 
     def collect(self, step: int) -> Task:
         """Start to sample and grade the rollouts of a step; the task's result is their `BatchHeader`."""
@@ -81,23 +81,23 @@ class Driver:
 
     def release(self, path: str) -> None:
         """Let the service close the file of a batch that all ranks have read."""
-        self._call("release", path)
+        self._call("kept.release_batch", path)
 
     @property
     def best_step(self) -> int | None:
         """The best evaluated step after step 0, whose checkpoint is kept; None without `checkpoint.keep_best`."""
-        best: int | None = self._call("best_step")
+        best: int | None = self._call("evaluations.best_step")
         return best
 
     @property
     def out_of_patience(self) -> bool:
         """True if `evaluation.patience` evaluations came after the best one."""
-        return bool(self._call("out_of_patience"))
+        return bool(self._call("evaluations.out_of_patience"))
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         """Write the step's record to the metrics."""
         if self._client is not None:
-            self._client.call("log_step", step, log.record(clock))
+            self._client.call("log.write", step, log.record(clock))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the rollout side that belongs into a checkpoint after `step`, as plain JSON."""
@@ -119,7 +119,7 @@ class Driver:
 
     def check_in_place(self) -> None:
         """Raise RunReplacedError if another run has taken over the run's folder."""
-        self._call("check_in_place")
+        self._call("log.check_in_place")
 
     def log_checkpoint(self, checkpoint: "SavedCheckpoint | None") -> None:
         """Log a checkpoint that became complete, and release what is kept of its steps. None: none did."""

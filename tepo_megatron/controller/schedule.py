@@ -115,7 +115,6 @@ class Schedule:
         groups: ParallelDims,
         trained: int,
     ) -> None:
-        """Store what the schedule works with."""
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory, self._batches = placement, memory, batches
         self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"

@@ -26,7 +26,6 @@ class FailedAttempt(Exception):
     """An attempt that failed. The message continues the server's name."""
 
     def __init__(self, what: str, *, final: bool = False, status: int = 0) -> None:
-        """Build the message."""
         super().__init__(what)
         self.final, self.status = final, status
 

@@ -25,7 +25,6 @@ class Response:
     """A rollout as a reward term sees it."""
 
     def __init__(self, rollout: Rollout, decode: Decode, in_workers: bool = False) -> None:
-        """Store the rollout."""
         self._rollout, self._decode, self._in_workers = rollout, decode, in_workers
 
     @cached_property
@@ -88,7 +87,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
     """
 
     def __init__(self, terms: Sequence[tuple[float, RewardTerm]], decode: Decode, in_workers: bool = False) -> None:
-        """Store the terms."""
         self.terms, self._decode, self._in_workers = tuple(terms), decode, in_workers
         self._loop, self._open = LoopThread("grading"), set[Future[list[Rollout]]]()
         self._closed = False
