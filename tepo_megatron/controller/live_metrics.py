@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
+from tepo_megatron.inference.engine import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
 from tepo_megatron.observability.metrics_server import as_text, merged, of_step, parsed
 from tepo_megatron.rollout.collector import Progress

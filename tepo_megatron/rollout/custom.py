@@ -19,7 +19,6 @@ import psutil
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
-from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.rollout.agent import AgentSample, is_agent
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit, lost_sample, within
@@ -124,7 +123,7 @@ class CustomRollouts:
 
     def open(self) -> GroupStream:
         """See `Sampler.open`. The groups are those of `generate`."""
-        return QueuedGroupStream(self._loop, self._converse)
+        return GroupStream(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`. The function is not called."""

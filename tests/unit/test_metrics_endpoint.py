@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tepo_megatron.controller.live_metrics import LiveMetrics
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.report import EngineReport, ServerReport
+from tepo_megatron.inference.engine import EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES
 from tepo_megatron.observability.metrics_server import (
     KEY_FILE,

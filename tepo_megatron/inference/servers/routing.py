@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import Deliver, GroupStream
+from tepo_megatron.inference.engine import Deliver, EngineReport, GroupStream, ServerReport, ServerState
 from tepo_megatron.inference.engine_api import StaleWeights
-from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
-from tepo_megatron.inference.report import EngineReport, ServerReport, ServerState
 from tepo_megatron.inference.request_spans import add_request
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -49,7 +47,7 @@ class RoutedSampler:
     def open(self) -> GroupStream:
         """See `Sampler.open`. Requests are routed and retried as in `generate`."""
         self._require_service()
-        return QueuedGroupStream(self._pool.loop, self._generate)
+        return GroupStream(self._pool.loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`: one request, routed and retried like those of `generate`, with the same errors."""
