@@ -100,7 +100,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         counts = partial(getattr, sampler, "total_counts", {})
-        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine, counts)))
+        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine.report, counts)))
         evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
         yield MainDriver(cfg, collector, stream, evaluated, log, engine, sampler_events, tokenizer_digests(tokenizer))
 
