@@ -60,7 +60,7 @@ def train(
             if service is not None:  # the engine starts loading at once, while the actor is built
                 service.call("open", cfg)
             driver = Driver(service, cfg)
-            traces = StepTracer(driver, groups, cfg.run_dir, cfg.logging.trace_every)
+            traces = StepTracer(service, groups, cfg.run_dir, cfg.logging.trace_every)
             ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import Config
 from tepo_megatron.controller.messages import KeptRollouts, Waited
-from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
+from tepo_megatron.controller.service_client import PendingAnswer, ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 
 if TYPE_CHECKING:
     from tepo_megatron.checkpoint.saving import SavedCheckpoint
 
 
-class Task:
+class ServiceTask:
     """Work of the service's rollout thread. On ranks other than 0 it is done."""
 
     def __init__(self, client: ServiceClient | None = None, number: int = 0) -> None:
@@ -26,6 +25,7 @@ class Task:
 
     @property
     def done(self) -> bool:
+        """Return whether the work has finished."""
         return self._client is None or bool(self._client.call("done", self._number))
 
     def wait(self, may_stop: bool = True) -> Waited:
@@ -64,20 +64,20 @@ class Driver:
         """Log a message for the user."""
         self._call("log.message", text)
 
-    def collect(self, step: int) -> Task:
+    def collect(self, step: int) -> ServiceTask:
         """Start to sample and grade the rollouts of a step; the task's result is their `BatchHeader`."""
         return self._start("collect", step)
 
-    def evaluate(self, step: int) -> Task:
+    def evaluate(self, step: int) -> ServiceTask:
         """Start to record the accuracy of the weights of `step` on the held-out problems and benchmarks, if there are any."""
         return self._start("evaluate", step)
 
-    def _start(self, name: str, step: int) -> Task:
+    def _start(self, name: str, step: int) -> ServiceTask:
         if self._client is None:
-            return Task()
-        pending = self._client.begin(name, step)
+            return ServiceTask()
+        pending: PendingAnswer = self._client.begin(name, step)
         pending.result()
-        return Task(self._client, pending.number)
+        return ServiceTask(self._client, pending.number)
 
     def release(self, path: str) -> None:
         """Let the service close the file of a batch that all ranks have read."""
@@ -133,16 +133,3 @@ class Driver:
     def finish(self, step: int, on_request: bool = False) -> None:
         """Write the summary and the report after the last trained step."""
         self._call("finish", step, on_request)
-
-    def begin_trace(self) -> None:
-        """See `service_trace.ServiceTrace.begin`."""
-        self._call("trace.begin")
-
-    def clock_offset(self) -> ClockOffset:
-        """Return the offset of rank 0's clock against the service's, which answers `ping` with its time."""
-        client = self._client
-        return SAME if client is None else measure(lambda: int(client.call("ping")), tracer.clock)
-
-    def end_trace(self, step: int, ranks: int, answers: bool) -> None:
-        """See `service_trace.ServiceTrace.end`."""
-        self._call("trace.end", step, ranks, answers)

@@ -71,6 +71,7 @@ class GradingWorker:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._process.pid
 
     def is_usable(self) -> bool:

@@ -38,16 +38,8 @@ _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
 _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
 
 
-def choose_port(port: int, host: str = LOOPBACK) -> int:
-    """Return a port on which nothing listens."""
-    with hold_port(port, host) as held:
-        return int(held.getsockname()[1])
-
-
 def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
-    """Return a socket bound to the port of `choose_port`.
-
-    Nobody else is given that port as a free one until the socket is closed.
+    """Return a socket bound to a port, 0 for a free one. Nobody else is given it as a free one until the socket is closed.
 
     A server can listen on that port meanwhile: this socket and those of the engines set SO_REUSEADDR.
     """
