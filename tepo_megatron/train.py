@@ -14,13 +14,13 @@ from tepo_megatron.config import Config, ParallelConfig, RolloutConfig, SyncConf
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.controller.driver import Driver, ServiceDriver
+from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.learning import learn
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.schedule import Schedule, StopRequested, starting_point
-from tepo_megatron.controller.service_client import ServiceAddress, ServiceClient, ServiceEngine, ServiceTraces, connected
+from tepo_megatron.controller.service_client import ServiceAddress, ServiceClient, ServiceEngine, connected
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.controller.tracing import StepTracer
 from tepo_megatron.distributed import parallel
@@ -57,8 +57,10 @@ def train(
             service = stack.enter_context(connected(cfg.parallel, address, cfg.restarts_ranks))
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
-            driver = _open_driver(cfg, service)
-            traces = StepTracer(ServiceTraces(service), groups, cfg.run_dir, cfg.logging.trace_every)
+            if service is not None:  # the engine starts loading at once, while the actor is built
+                service.call("open", cfg)
+            driver = Driver(service, cfg)
+            traces = StepTracer(service, groups, cfg.run_dir, cfg.logging.trace_every)
             ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
@@ -69,19 +71,6 @@ def train(
     if ended is not None and is_main:
         saved = f"the checkpoint of step {ended} is complete" if ended else "no step was complete"
         raise RunStopped(f"{cfg.run_dir}: ended on request; {saved}; go on with --resume true")
-
-
-def _open_driver(cfg: Config, service: ServiceClient | None) -> Driver:
-    """Return this rank's driver. On rank 0 the engine starts loading at once, while the actor is built.
-
-    Raises:
-        ConfigError: The config's keys contradict each other. Nothing was started.
-        DataError: The data cannot be used. Nothing was started.
-    """
-    if service is None:
-        return Driver()
-    service.call("open", cfg)
-    return ServiceDriver(service, cfg)
 
 
 def _watched(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tepo_megatron.rewards.math import MathTerm
+from tepo_megatron.rewards.local import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout

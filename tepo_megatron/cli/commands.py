@@ -5,8 +5,6 @@ Heavy modules are imported inside of the functions, so that a command starts qui
 
 import argparse
 import functools
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
@@ -78,8 +76,16 @@ def trace(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def report(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`."""
-    print(escaped(str(report_on(args.run_dirs, args.out))))
+    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`. The page of several runs is written next to the first one."""
+    from tepo_megatron.report import write_comparison, write_report
+
+    first, several = args.run_dirs[0], len(args.run_dirs) > 1
+    if args.out is not None and not several:
+        raise ConfigError(
+            f"--out {args.out}: the page of one run is written into its folder; name several runs, or leave it out"
+        )
+    comparison = args.out or first.absolute().parent / "comparison.html"
+    print(escaped(str(write_comparison(args.run_dirs, comparison) if several else write_report(first))))
     return 0
 
 
@@ -146,25 +152,21 @@ def _nodes(args: argparse.Namespace) -> "Nodes":
     return Nodes(args.nnodes, args.node_rank, args.rdzv_endpoint, args.rdzv_id)
 
 
-def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:
-    """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`.
-
-    Args:
-        address: Name by which other machines reach this one; None: the host, or this machine's name.
-    """
+def serve(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`."""
     from tepo_megatron.config.io import load_config
     from tepo_megatron.inference.engines import launch_of
+    from tepo_megatron.inference.model_checks import check_experts
     from tepo_megatron.inference.servers.serve import serve
-    from tepo_megatron.rollout.experts import check_experts
     from tepo_megatron.weights.hf_io import HfReader
 
-    cfg = load_config(config_path, overrides)
+    cfg = load_config(args.config, overrides)
     HfReader(cfg.model.path)
     check_experts(cfg.rollout, cfg.model.path)
     sections = (cfg.model, cfg.rollout, cfg.sync)
-    settings = functools.partial(launch_of, host=host, counts=cfg.logging.metrics_port is not None)
+    settings = functools.partial(launch_of, host=args.host, counts=cfg.logging.metrics_port is not None)
     launch = settings(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed)
-    serve(cfg.name, cfg.rollout, launch, address, lambda text: print(escaped(text), flush=True))
+    serve(cfg.name, cfg.rollout, launch, args.address, lambda text: print(escaped(text), flush=True))
     return 0
 
 
@@ -182,12 +184,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo plan CONFIG [--from RUN] [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] ...`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo plan CONFIG [--from RUN] [--gpus N] [--gpu NAME] [--json FILE] [--key value ...]`."""
     from tepo_megatron.config.io import load_config
     from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
 
@@ -200,18 +197,3 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped, args.run_dir)
     predictor = predictor_of(load_config(args.config, overrides), request)
     return plan(predictor, request, lambda text: print(escaped(text), flush=True))
-
-
-def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
-    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`; return the page's path.
-
-    Args:
-        out: File of the comparison; None: next to the first run. Only allowed with several runs.
-    """
-    from tepo_megatron.report import write_comparison, write_report
-
-    if len(run_dirs) > 1:
-        return write_comparison(run_dirs, out or run_dirs[0].absolute().parent / "comparison.html")
-    if out is not None:
-        raise ConfigError(f"--out {out}: the page of one run is written into its folder; name several runs, or leave it out")
-    return write_report(run_dirs[0])

@@ -163,7 +163,7 @@ def _add_serve(subparsers: Subparsers) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on, 0.0.0.0 for all (default: %(default)s)")
     parser.add_argument("--address", help="name by which other machines reach it (default: the host, or this machine's name)")
-    parser.set_defaults(run=lambda args, overrides: commands.serve(args.config, args.host, args.address, overrides))
+    parser.set_defaults(run=commands.serve)
 
 
 def _add_doctor(subparsers: Subparsers) -> None:

@@ -36,7 +36,6 @@ class BatchReceiver:
         dp_ranks: Sequence[int],
         leaders: dist.ProcessGroup | None,
     ) -> None:
-        """Store the machines."""
         self._groups, self._leaders = groups, leaders
         self._machine = next(place for place, ranks in enumerate(machines) if groups.rank in ranks)
         self._machines, self._leader = machines, machines[self._machine][0]

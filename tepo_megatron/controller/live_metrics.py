@@ -3,11 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
+from tepo_megatron.inference.engine import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
 from tepo_megatron.observability.metrics_server import as_text, merged, of_step, parsed
 from tepo_megatron.rollout.collector import Progress
@@ -24,15 +24,11 @@ _OF_A_SERVER: dict[str, tuple[str, Callable[[ServerReport], float]]] = {
 }
 
 
-class Reporting(Protocol):
-    """The part of an engine that is used here."""
-
-    def report(self, seconds: float) -> EngineReport:
-        """See `Lifecycle.report`."""
-
-
 class LiveMetrics:
-    """The metrics of a run at any moment. `record` and `text` may be called by different threads."""
+    """The metrics of a run at any moment. `record` and `text` may be called by different threads.
+
+    `report`: see `Lifecycle.report`; None without an engine.
+    """
 
     def __init__(
         self,
@@ -43,10 +39,10 @@ class LiveMetrics:
         ranks: int,
         steps: int,
         progress: Progress | None,
-        engine: Reporting | None,
+        report: Callable[[float], EngineReport] | None,
         counts: Counts,
     ) -> None:
-        self._progress, self._engine, self._counts = progress, engine, counts
+        self._progress, self._report, self._counts = progress, report, counts
         self._started, self._lock = time.time(), threading.Lock()
         self._record: Mapping[str, float | None] = {}
         self._step, self._recorded = 0, 0.0
@@ -68,8 +64,8 @@ class LiveMetrics:
     def text(self) -> str:
         """Return all metrics as text. A server that does not answer is left out of it."""
         shown = [*self._fixed, *self._now()]
-        if self._engine is not None:
-            report = self._engine.report(SERVER_SECONDS)
+        if self._report is not None:
+            report = self._report(SERVER_SECONDS)
             servers = {name: metrics for name, text in report.texts.items() if (metrics := parsed(text))}
             shown += [*_of_engine(report, servers), *merged(servers)]
         return as_text(shown)

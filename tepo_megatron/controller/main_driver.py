@@ -93,8 +93,8 @@ class MainDriver:
     ) -> None:
         """Store the parts of the run. `tokenizer` is what a resumed run compares of it."""
         self._compared = {"seed": cfg.seed, "rollout.prompts_per_step": cfg.rollout.prompts_per_step, **(tokenizer or {})}
-        self._engine, self._sampler_events = engine, sampler_events
-        self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
+        self.engine, self._sampler_events = engine, sampler_events
+        self._cfg, self._source, self._prompts, self.evaluations, self.log = cfg, source, prompts, evaluations, log
         self._config = plain(cfg)  # of the present ranks
         self._clock, self._seconds_before = Clock(), 0.0
         self._memory = BatchMemory()
@@ -102,11 +102,6 @@ class MainDriver:
         self.trace = ServiceTrace(cfg.run_dir, log.message)
         self._restarts = 0  # server restarts that are in the metrics already
         self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
-
-    @property
-    def engine(self) -> RolloutEngine | None:
-        """The engine; None if rollouts are replayed."""
-        return self._engine
 
     def reopen(self, config: dict[str, Any]) -> None:
         """Go on with ranks that were restarted, perhaps with another mesh. `config` is theirs, as plain JSON."""
@@ -121,19 +116,15 @@ class MainDriver:
             self.engine.wake("kv_cache")
         if not self.engine.asleep:
             self.engine.sleep()
-        self._log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
-
-    def log_message(self, text: str) -> None:
-        """Log a message for the user."""
-        self._log.message(text)
+        self.log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
 
     def wait_engine(self) -> None:
         """Wait until the engine serves, if there is one."""
-        if self._engine is not None:
+        if self.engine is not None:
             waiting = Clock()
-            with self._log.reminders(f"{self._cfg.rollout.engine} is starting"):
-                self._engine.wait_ready()
-            self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
+            with self.log.reminders(f"{self._cfg.rollout.engine} is starting"):
+                self.engine.wait_ready()
+            self.log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         if not self.reopened:
             self._clock = Clock()  # the run's seconds exclude the start
 
@@ -147,11 +138,11 @@ class MainDriver:
 
         clock, stream = Clock(), self._stream(step, hand_out_and_keep)
         if self._resumed_after is not None:
-            self.check_in_place()
+            self.log.check_in_place()
             decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, self._config))
             self._resumed_after = None
         rollouts, metrics = self._source.collect(step, clock, stream)
-        self.check_in_place()
+        self.log.check_in_place()
         line, position = "", None
         if isinstance(self._source, Collector):
             if stream is not None:
@@ -181,54 +172,36 @@ class MainDriver:
             return None
 
         def write(minibatch: Minibatch) -> None:
-            self.check_in_place()
+            self.log.check_in_place()
             hand_out(self._memory.write(minibatch.rollouts, {}, {}, minibatch.ids, is_last=False))
 
         seed = derive_seed(self._cfg.seed, "minibatches", step)
         groups = self._cfg.rollout.prompts_per_step
         return MinibatchStream(training.stream, groups, training.minibatch_prompts, seed, write)
 
-    def release(self, path: str) -> None:
-        """Close the file of a batch that all ranks have read."""
-        self.kept.release_batch(path)
-
     def evaluate(self, step: int) -> None:
         """Record the accuracy of the weights of `step`, if there is anything to evaluate on."""
         source = self._source
         if isinstance(source, Replay):
             return
-        self.check_in_place()
+        self.log.check_in_place()
         most = self._cfg.rollout.max_failed_share
-        for line in self._evaluations.measure(step, source.sampler, source.reward, source.sampling, max_failed_share=most):
+        for line in self.evaluations.measure(step, source.sampler, source.reward, source.sampling, max_failed_share=most):
             self._log_events()
-            self._log.message(line)
-
-    @property
-    def best_step(self) -> int | None:
-        """The best evaluated step after step 0; None without `checkpoint.keep_best`."""
-        return self._evaluations.best_step
-
-    @property
-    def out_of_patience(self) -> bool:
-        """True if `evaluation.patience` evaluations came after the best one."""
-        return self._evaluations.out_of_patience
-
-    def log_step(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write the record of a step to the metrics."""
-        self._log.write(step, values)
+            self.log.message(line)
 
     def _log_events(self) -> None:
-        for event in (*(self._engine.take_events() if self._engine is not None else ()), *self._sampler_events()):
-            self._log.message(event)
+        for event in (*(self.engine.take_events() if self.engine is not None else ()), *self._sampler_events()):
+            self.log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state that belongs into a checkpoint after `step`, as plain JSON."""
-        self._log.sync()  # every step that a checkpoint contains must be in the metrics file
+        self.log.sync()  # every step that a checkpoint contains must be in the metrics file
         return {
             "step": step,
             "policy_version": step,
             "prompts": self.kept.position(step),  # a resumed run samples the prompts of later steps again
-            "evaluations": self._evaluations.state_dict(step),
+            "evaluations": self.evaluations.state_dict(step),
             "seconds": self._seconds,
             "config": self._config,
             "compared": self._compared,
@@ -237,32 +210,32 @@ class MainDriver:
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
         """Restore the state. See `driver.Driver.resume`."""
         for line in passed_over:
-            self._log.message(f"resume: {line}")
+            self.log.message(f"resume: {line}")
         step = 0 if state is None else state["step"]
         if self.reopened:
             self._resume_kept(step)
         elif state is None:
-            self._log.message("resume: no checkpoint yet, so from the start")
+            self.log.message("resume: no checkpoint yet, so from the start")
         else:
             self._resumed_after = step
             self._restore(state)
         rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
-        lines = self._log.rewind(step)
+        lines = self.log.rewind(step)
         if self._cfg.rollout.replay is None and not self.reopened:
             lines += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
             if self._cfg.rollout.record:
                 lines += record.faults(self._cfg.run_dir / record.FOLDER, last=step)
         if not self.reopened:
-            self._evaluations.forget(after=step)
+            self.evaluations.forget(after=step)
         for line in lines:
-            self._log.message(f"resume: {line}")
+            self.log.message(f"resume: {line}")
 
     def _resume_kept(self, step: int) -> None:
         """Note that the ranks go on after `step`. Prompts, evaluations and batches are beyond it, and stay as they are."""
         where = f"from the checkpoint of step {step}" if step else "from the start, because there is no checkpoint yet"
-        self._log.message(f"ranks restarted {where}; the rollout service and its servers have gone on")
+        self.log.message(f"ranks restarted {where}; the rollout service and its servers have gone on")
         if staleness := self._cfg.rollout.max_staleness:
-            self._log.message(
+            self.log.message(
                 f"the log-prob gate cannot compare tokens of versions before {step}, which steps {step + 1} to "
                 f"{step + staleness} may train on: the ranks that had these weights are gone"
             )
@@ -280,18 +253,14 @@ class MainDriver:
         if self._prompts is not None and state["prompts"] is not None:
             refuse_changes(state.get("compared", {}), self._compared)  # checkpoints of before have none
             self._prompts.load_state_dict(state["prompts"])
-        self._log.message(f"resume: from the checkpoint of step {step}")
+        self.log.message(f"resume: from the checkpoint of step {step}")
         for change in differences(resolved_today(state["config"]), plain(self._cfg)):
             if not change.startswith(("resume ", "overwrite ")):
-                self._log.message(f"resume: {change}")
+                self.log.message(f"resume: {change}")
         if self._prompts is not None and state["prompts"] is None:
-            self._log.message("resume: the steps before were replayed, so the prompts start with the first of the dataset")
-        self._evaluations.load_state_dict(state["evaluations"])
+            self.log.message("resume: the steps before were replayed, so the prompts start with the first of the dataset")
+        self.evaluations.load_state_dict(state["evaluations"])
         self._seconds_before = state["seconds"]
-
-    def check_in_place(self) -> None:
-        """Raise RunReplacedError if another run has taken over the run's folder."""
-        self._log.check_in_place()
 
     @property
     def _seconds(self) -> float:
@@ -299,21 +268,21 @@ class MainDriver:
 
     def finish(self, step: int, on_request: bool = False) -> None:
         """Write the summary and the report, or answer the request to end. See `driver.Driver.finish`."""
-        self.check_in_place()
+        self.log.check_in_place()
         if on_request:
-            self._log.message(f"ended on request after step {step}; go on with --resume true")
-            self._log.sync()
+            self.log.message(f"ended on request after step {step}; go on with --resume true")
+            self.log.sync()
             answer_stop(self._cfg.run_dir)
             return
         run_dir, seconds = self._cfg.run_dir, self._seconds
-        summary, lines = self._evaluations.finish(step)
+        summary, lines = self.evaluations.finish(step)
         summary |= {"steps": step, "seconds": seconds}
         if step < self._cfg.training.steps:
             summary["stopped_early"] = True
-            self._log.message(f"ended early: no gain in evaluation.patience={self._cfg.evaluation.patience} evaluations")
-        if (best := self.best_step) is not None:
+            self.log.message(f"ended early: no gain in evaluation.patience={self._cfg.evaluation.patience} evaluations")
+        if (best := self.evaluations.best_step) is not None:
             summary["best_step"] = best
-            self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
+            self.log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
         from tepo_megatron.report import write_report  # the import takes a second, which other ranks need not spend
 
         with writing(run_dir):
@@ -321,7 +290,7 @@ class MainDriver:
             replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
             page = write_report(run_dir)
         for line in lines:
-            self._log.message(line)
-        self._log.message(f"{step} steps in {seconds:.0f} s; report: {page}")
+            self.log.message(line)
+        self.log.message(f"{step} steps in {seconds:.0f} s; report: {page}")
         if self._cfg.export_hf:
-            self._log.message(f"trained model: {run_dir / 'hf'}")
+            self.log.message(f"trained model: {run_dir / 'hf'}")

@@ -28,13 +28,13 @@ from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
+from tepo_megatron.inference.model_checks import replayed_routing
 from tepo_megatron.observability.metrics_server import KEY_FILE, serve_metrics
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
-from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.record import Replay
 
 SERVER_LOG = "server.log"
@@ -100,7 +100,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         counts = partial(getattr, sampler, "total_counts", {})
-        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine, counts)))
+        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine.report, counts)))
         evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
         yield MainDriver(cfg, collector, stream, evaluated, log, engine, sampler_events, tokenizer_digests(tokenizer))
 

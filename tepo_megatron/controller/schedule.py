@@ -29,7 +29,7 @@ from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.controller.driver import Driver, NoTask
+from tepo_megatron.controller.driver import Driver, ServiceTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.messages import KeptRollouts
@@ -115,12 +115,11 @@ class Schedule:
         groups: ParallelDims,
         trained: int,
     ) -> None:
-        """Store what the schedule works with."""
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory, self._batches = placement, memory, batches
         self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"
         self._evaluation, self._last = evaluation, steps
-        self._ahead: deque[NoTask] = deque()  # rollouts of the next steps, finished or not
+        self._ahead: deque[ServiceTask] = deque()  # rollouts of the next steps, finished or not
         self._started = trained  # last step whose rollouts were started
         self._served: int | None = None  # version of the served weights
         self._inherited = False  # whether ranks that failed have sent them
@@ -231,7 +230,7 @@ class Schedule:
             self._started += 1
             self._ahead.append(self._driver.collect(self._started))
 
-    def _wait(self, task: NoTask) -> Any:
+    def _wait(self, task: ServiceTask) -> Any:
         """Return the task's result, or its next minibatch, from rank 0, or raise its error, on every rank."""
         while True:
             # a checkpoint is a whole step: between its updates the run does not end

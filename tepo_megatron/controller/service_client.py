@@ -17,7 +17,6 @@ from tepo_megatron.controller.messages import CONNECTION, Answer, Call, ended
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.limits import START_SECONDS
-from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
@@ -190,28 +189,6 @@ def connected(cfg: ParallelConfig, address: ServiceAddress, kept: bool) -> Itera
         client.leave()
         raise
     client.close()
-
-
-class ServiceTraces:
-    """The service's side of a traced step. On ranks other than 0, which have no client, its methods do nothing."""
-
-    def __init__(self, client: ServiceClient | None) -> None:
-        self._client = client
-
-    def begin(self) -> None:
-        """See `service_trace.ServiceTrace.begin`."""
-        if self._client is not None:
-            self._client.call("trace.begin")
-
-    def clock_offset(self) -> ClockOffset:
-        """Return the offset of rank 0's clock against the service's, which answers `ping` with its time."""
-        client = self._client
-        return SAME if client is None else measure(lambda: int(client.call("ping")), tracer.clock)
-
-    def end(self, step: int, ranks: int, answers: bool) -> None:
-        """See `service_trace.ServiceTrace.end`."""
-        if self._client is not None:
-            self._client.call("trace.end", step, ranks, answers)
 
 
 class ServiceEngine:

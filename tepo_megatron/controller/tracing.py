@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tepo_megatron.actor.pass_spans import traced_passes
-from tepo_megatron.controller.service_client import ServiceTraces
+from tepo_megatron.controller.service_client import ServiceClient
 from tepo_megatron.distributed.collective_spans import traced_collectives
 from tepo_megatron.distributed.objects import broadcast_result, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
@@ -50,7 +50,7 @@ def offset_to_rank_0(group: dist.ProcessGroup, clock: Callable[[], int]) -> Cloc
 class StepTracer:
     """Traces steps, and has torch's profiler record them on one rank."""
 
-    def __init__(self, service: ServiceTraces, groups: ParallelDims, run_dir: Path, every: int) -> None:
+    def __init__(self, service: ServiceClient | None, groups: ParallelDims, run_dir: Path, every: int) -> None:
         self._service, self._groups, self._run_dir, self._every = service, groups, run_dir, every
         self._asked: TraceRequest | None = None
         self._left = 0  # steps that the request still asks for
@@ -74,20 +74,30 @@ class StepTracer:
         self._left -= asked
         profiled = asked and self._asked is not None and self._asked.profile == self._groups.rank
         profiler = _profiler(self._groups.device) if profiled else None
-        self._service.begin()
+        self._call("begin")
         tracer.begin()
         try:
             recorders = traced_collectives(), traced_passes(self._groups.device), profiler or contextlib.nullcontext()
             with recorders[0], recorders[1], recorders[2], tracer.span(f"step {number}", "step"):
                 yield
             self._write(number, profiler)
-            self._service.end(number, self._groups.world_size, asked and not self._left)
+            self._call("end", number, self._groups.world_size, asked and not self._left)
         finally:
             tracer.discard()
 
+    def _call(self, name: str, *args: object) -> None:
+        """Make a call of `service_trace.ServiceTrace`, if this is rank 0."""
+        if self._service is not None:
+            self._service.call(f"trace.{name}", *args)
+
+    def _service_offset(self) -> ClockOffset:
+        """Return the offset of rank 0's clock against the service's, which answers `ping` with its time."""
+        service = self._service
+        return SAME if service is None else measure(lambda: int(service.call("ping")), tracer.clock)
+
     def _write(self, step: int, profiler: profile | None) -> None:
         host, rank, recording = self._groups.host, self._groups.rank, tracer.end()
-        offset = offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service.clock_offset, host)
+        offset = offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service_offset, host)
         with same_error(host, (OSError, RuntimeError), StorageError):
             write_part(self._run_dir, TracePart(rank_name(rank), 1 + rank, step, recording, offset))
             if profiler is not None:

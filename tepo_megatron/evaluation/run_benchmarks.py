@@ -14,7 +14,7 @@ from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, over_benchmarks
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import Reward
+from tepo_megatron.rewards import WeightedReward
 
 FOLDER = "evaluation"  # in the run's folder
 _LOGGER = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class BenchmarkRuns:
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
 
-    def evaluate(self, step: int, engine: Sampler, reward: Reward, max_failed_share: float) -> Mapping[str, Result]:
+    def evaluate(self, step: int, engine: Sampler, reward: WeightedReward, max_failed_share: float) -> Mapping[str, Result]:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
 
         Benchmarks that the step's folder already holds are not repeated.

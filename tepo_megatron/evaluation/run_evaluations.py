@@ -10,7 +10,7 @@ from tepo_megatron.evaluation.records import write_evaluation
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns, summary_line
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
 from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import Reward
+from tepo_megatron.rewards import WeightedReward
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
@@ -35,7 +35,7 @@ class Evaluations:
         self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
 
     def measure(
-        self, step: int, engine: Sampler, reward: Reward, sampling: SamplingParams, *, max_failed_share: float
+        self, step: int, engine: Sampler, reward: WeightedReward, sampling: SamplingParams, *, max_failed_share: float
     ) -> Iterator[str]:
         """Evaluate the weights of `step`, unless that was done, and yield the results as log lines.
 

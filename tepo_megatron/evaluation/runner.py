@@ -8,7 +8,7 @@ from typing import Any
 
 from tepo_megatron.evaluation.statistics import standard_error
 from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import Reward
+from tepo_megatron.rewards import WeightedReward
 from tepo_megatron.rollout.containment import report_lost
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, split_samples
 from tepo_megatron.utils.loop import LoopFuture
@@ -49,7 +49,13 @@ class Accuracy:
 
 
 def evaluate(
-    engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, *, max_failed_share: float
+    engine: Sampler,
+    reward: WeightedReward,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    seed: int,
+    *,
+    max_failed_share: float,
 ) -> Accuracy:
     """Sample answers, grade them and return the mean unshaped score.
 
@@ -63,7 +69,7 @@ def evaluate(
 
 def sample_and_grade(
     engine: Sampler,
-    reward: Reward,
+    reward: WeightedReward,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     seed: int,

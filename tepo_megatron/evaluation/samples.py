@@ -13,7 +13,7 @@ from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.runner import sample_and_grade
 from tepo_megatron.grading.answers import last_boxed
 from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import Decode, Reward
+from tepo_megatron.rewards import Decode, WeightedReward
 from tepo_megatron.utils import records
 from tepo_megatron.utils.seeding import derive_seed
 
@@ -26,7 +26,7 @@ class BenchmarkSample:
         problem: Row of the dataset, from 0.
         sample: Index among the problem's samples, from 0.
         score: 1 or 0.
-        status: Reason for the score (`rewards/math.py`).
+        status: Reason for the score (`rewards/local.py`).
         answer: Content of the last box, None without one.
         tokens: Length of the response in tokens.
         stop: "stop", or "length" if the response was cut off.
@@ -46,7 +46,7 @@ class BenchmarkSample:
 def sample_benchmark(
     problems: Problems,
     engine: Sampler,
-    reward: Reward,
+    reward: WeightedReward,
     decode: Decode,
     stop_token_ids: tuple[int, ...],
     seed: int,

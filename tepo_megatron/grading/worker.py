@@ -93,7 +93,7 @@ def custom(spec: str) -> Grader:
 
 
 def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, processes: str) -> Grader:
-    """Return the grader (tests, response) -> the status and value of `rewards.code.CodeTerm`."""
+    """Return the grader (tests, response) -> the status and value of `rewards.local.CodeTerm`."""
     from tepo_megatron.grading.programs import find_program, read_tests, run_tests
     from tepo_megatron.grading.sandbox import Limits
 

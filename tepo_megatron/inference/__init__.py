@@ -8,6 +8,5 @@ sglang.py      adapter for SGLang's server
 torch_engine.py  adapter for our own server
 partial.py     continue aborted responses under new weights
 samples.py     turn answers into rollouts
-loop.py        an event loop in its own thread
 servers/       start, watch, restart and end server processes
 """

@@ -9,11 +9,14 @@
 `RolloutEngine` is their union. Ask for the smallest protocol that you use.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, Protocol, Self
+import queue
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
 
-from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.loop import BLOCKED_SECONDS, LoopThread
 from tepo_megatron.weight_sync.transport import WeightReceiver
 
 # Version of an engine that still serves the weights of its model directory.
@@ -30,17 +33,43 @@ ENGINE_PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 Deliver = Callable[[list[Rollout]], None]
 
 
-class GroupStream(Protocol):
-    """Stream of sampled groups in the order of their arrival, not of the requests."""
+# (prompts, sampling, seed, called with each group) -> the work of sampling them
+Begin = Callable[[Sequence[Prompt], SamplingParams, int, Deliver], Coroutine[Any, Any, object]]
+
+
+class GroupStream:
+    """Groups that are sampled in an event loop, in the order of their arrival, for a thread that waits for them."""
+
+    def __init__(self, loop: LoopThread, begin: Begin) -> None:
+        self._loop, self._begin = loop, begin
+        self._items: queue.SimpleQueue[list[Rollout] | Future[object]] = queue.SimpleQueue()
+        self._working: set[Future[object]] = set()
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
         """Begin to sample these prompts, too, and return at once."""
+        working = self._loop.submit(self._begin(prompts, sampling, seed, self._items.put))
+        self._working.add(working)
+        working.add_done_callback(self._items.put)
 
     def next(self) -> list[Rollout] | None:
         """Wait for the next group and return it; None if nothing is being sampled. Raises as `Sampler.generate`."""
+        while self._working:
+            try:
+                item = self._items.get(timeout=BLOCKED_SECONDS)
+            except queue.Empty:
+                self._loop.require_running("sampling")
+                continue
+            if isinstance(item, list):
+                return item
+            self._working.discard(item)
+            item.result(0)
+        return None
 
     def close(self) -> None:
         """Cancel what is being sampled."""
+        for working in self._working:
+            working.cancel()
+        self._working, self._items = set(), queue.SimpleQueue()  # late results go to the old queue
 
 
 class Sampler(Protocol):
@@ -72,6 +101,31 @@ class Sleepable(Protocol):
 
         The values of the weights are lost; an update has to send them again.
         """
+
+
+ServerState = Literal["serving", "waiting_for_weights", "asleep", "starting", "lost"]
+STATES: tuple[ServerState, ...] = ("serving", "waiting_for_weights", "asleep", "starting", "lost")
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """One server."""
+
+    name: str
+    state: ServerState
+    version: int
+    in_flight: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """All servers."""
+
+    servers: Sequence[ServerReport]
+    queued: int
+    version: int
+    texts: Mapping[str, str]
 
 
 class Lifecycle(Protocol):

@@ -13,7 +13,7 @@ import torch
 from tepo_megatron.config import ModelConfig, RendezvousServerConfig, RolloutConfig, ServerConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, Platform
-from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
+from tepo_megatron.inference.model_checks import check_linear_attention, layers_of
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.lease import Quiesce

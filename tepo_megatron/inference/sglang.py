@@ -5,14 +5,19 @@ vLLM's), started by `weight_sync/receiver/sglang_server.py`, which must be impor
 """
 
 import base64
+import functools
 import itertools
 import json
 import math
 import os
 import pickle
 import secrets
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +27,7 @@ from numpy.typing import NDArray
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
-from tepo_megatron.errors import SyncError
+from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.engine_api import (
     DTYPES,
@@ -50,7 +55,6 @@ from tepo_megatron.inference.samples import (
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
-from tepo_megatron.inference.sglang_environment import server_python
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -60,6 +64,7 @@ from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 
+ENVIRONMENT = ".venv-sglang"  # next to this environment; `make sglang` makes it
 SERVER = "tepo_megatron.weight_sync.receiver.sglang_server"
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
@@ -282,3 +287,22 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
         return made
 
     return parsed(answer, prompt, engine, rollouts)
+
+
+@functools.cache
+def default_python() -> Path:
+    """Return the Python of SGLang's servers where rollout.server.python is not set; the file may be missing."""
+    if find_spec("sglang") is not None:
+        return Path(sys.executable)
+    return Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python"
+
+
+def server_python(cfg: ServerConfig) -> Path:
+    """Return the Python of SGLang's servers. Raises ConfigError if it is missing."""
+    python = Path(shutil.which(cfg.python) or cfg.python) if cfg.python else default_python()
+    if not python.is_file():
+        raise ConfigError(
+            f"rollout.engine=sglang: no Python with SGLang at {python}; run `make sglang`, or give rollout.server.python "
+            "that of an environment with SGLang and this package"
+        )
+    return python

@@ -3,5 +3,4 @@
 launcher.py    one run: its ranks, its log, its exit status
 ranks.py       the ranks as child processes
 worker.py      what each rank executes
-open_files.py  whether this machine lets the processes open as many files as they need
 """

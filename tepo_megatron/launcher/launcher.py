@@ -18,14 +18,13 @@ from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import RunStopped, TepoError
 from tepo_megatron.launcher.nodes import ONE_MACHINE, Nodes
-from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
     RankProcesses,
+    RestartPolicy,
     first_failure,
     interrupted_by_signals,
     leave_message,
 )
-from tepo_megatron.launcher.restarts import RestartPolicy
 from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils.escaping import escaped
@@ -183,3 +182,20 @@ def run_rank(cfg: Config, work: "Callable[[Config, Platform], None] | None" = No
 def _end_at_once(message: str) -> NoReturn:
     leave_message(message, expected=True, restarts=True)
     os._exit(1)
+
+
+FOLDER = "TEPO_RANK_LOGS"  # environment variable that names the folder
+
+
+def redirect_output() -> None:
+    """Append the output of this rank to rank-N.log in the folder that TEPO_RANK_LOGS names; rank 0 keeps its output.
+
+    Without the variable, or if the file cannot be written, nothing changes.
+    """
+    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "0")
+    if not folder or rank == "0":
+        return
+    with contextlib.suppress(OSError):  # the output is then in the log of the machine
+        file = os.open(os.path.join(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)

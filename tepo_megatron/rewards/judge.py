@@ -8,7 +8,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tepo_megatron.config.judge import FIELD, JudgeTermConfig
 from tepo_megatron.errors import RewardError
@@ -18,8 +17,6 @@ from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import BadAnswer, HttpAnswer
 
-ATTEMPTS = 4  # to ask the same question
-BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
 REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long
 # What chat templates and tokenizers of today write between messages. The server's own are not known here.
@@ -36,37 +33,6 @@ MOST_REPORTED = 5  # unreadable answers that are logged
 _SEEDS = 2**31
 
 
-class QuestionTooLong(Exception):
-    """The question has more tokens than the judge reads, or its server refuses it."""
-
-
-@dataclass(frozen=True)
-class JudgeReply:
-    """One answer of a judge."""
-
-    text: str
-    prompt_tokens: int
-    sampled_tokens: int
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The verdicts on one response.
-
-    Attributes:
-        value: Their mean, in units of the term; None if none could be read.
-        status: `graded`, `unjudged` or `too_long`.
-    """
-
-    value: float | None
-    status: str
-    asked: int = 0
-    unreadable: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    answer: str = ""
-
-
 class JudgeTerm:
     """Gives the mean verdict of a judge.
 
@@ -75,11 +41,23 @@ class JudgeTerm:
               can read; counts as 0
 
     A judge that rarely gives a verdict would turn its silence into a reward, so too large a share of `unjudged` ends the run.
+
+    The judge is behind an OpenAI-compatible server, which renders the messages. A chat template does not quote, so the control
+    tokens that are known are taken apart in the texts: a space follows their first character.
     """
 
     def __init__(self, entry: JudgeTermConfig, limits: PoolLimits, tokenizer: str = "") -> None:
         """Start the workers in the background; nothing is sent yet."""
-        self._entry, self._judge = entry, ChatServer(entry)
+        self._entry, address = entry, entry.url.rstrip("/") + "/chat/completions"
+        self._server = GradingServer(
+            address,
+            name=f"the judge's server {address}",
+            fix="fix the server, or raise request_seconds of the judge in reward.terms",
+            timeout_seconds=entry.request_seconds,
+            key_variable=entry.key_variable,
+            concurrency=entry.concurrency,
+            refusals=REFUSALS,
+        )
         check = f"the tokenizer of the model and pattern={entry.pattern!r}"
         self.pool = GradingPool(limits, ["verdict", entry.pattern], check, tokenizer, TEXT_BYTES)
         self._labels = {label.casefold(): value for label, value in entry.labels.items()}
@@ -90,44 +68,49 @@ class JudgeTerm:
         return list(await asyncio.gather(*map(self._grade, responses)))
 
     async def close(self) -> None:
-        await self._judge.close()
+        await self._server.close()
         await self.pool.close()
-
-    async def judge(self, fields: Mapping[str, str], seed: int) -> Judgement:
-        """Ask about one response until all verdicts are there, or the retries are used up.
-
-        Raises RewardError if the judge cannot work.
-        """
-        entry, values = self._entry, list[float]()
-        fields = {name: text.encode(errors="replace").decode() for name, text in fields.items()}  # no lone surrogates
-        first, answer = _seed_of(fields, seed), ""
-        asked = prompt_tokens = sampled_tokens = 0
-        for attempt in range(entry.retries + 1):
-            missing = entry.verdicts - len(values)
-            temperature = max(entry.temperature, RETRY_TEMPERATURE) if attempt else entry.temperature
-            try:
-                replies = await self._judge.ask(fields, missing, (first + asked) % _SEEDS, temperature)
-            except QuestionTooLong as e:
-                self._report(f"the judge cannot be asked: {e}")
-                return Judgement(None, "too_long", asked, asked - len(values), prompt_tokens, sampled_tokens, answer)
-            for reply in replies:
-                answer = reply.text
-                if (value := await self._value(reply.text)) is not None:
-                    values.append(value)
-            asked += len(replies)
-            prompt_tokens += sum(reply.prompt_tokens for reply in replies)
-            sampled_tokens += sum(reply.sampled_tokens for reply in replies)
-            if len(values) == entry.verdicts:
-                break
-        mean = math.fsum(values) / len(values) if values else None
-        status = "unjudged" if mean is None else "graded"
-        return Judgement(mean, status, asked, asked - len(values), prompt_tokens, sampled_tokens, answer)
 
     async def _grade(self, response: Response) -> Verdict:
         prompt, written = await texts_of(response, self.pool)
-        found = await self.judge({"prompt": prompt, "response": written, "answer": response.answer}, self._entry.seed)
-        self._count(found.value is not None)
-        return Verdict(found.value or 0.0, "unjudged" if found.value is None else "graded")
+        value = await self._judge({"prompt": prompt, "response": written, "answer": response.answer})
+        self._count(value is not None)
+        return Verdict(value or 0.0, "unjudged" if value is None else "graded")
+
+    async def _judge(self, fields: Mapping[str, str]) -> float | None:
+        """Ask about one response until all verdicts are there, or the retries are used up.
+
+        Returns the mean of the verdicts; None if none could be read, or the judge's server refuses the question.
+        """
+        entry, values, asked = self._entry, list[float](), 0
+        fields = {name: text.encode(errors="replace").decode() for name, text in fields.items()}  # no lone surrogates
+        first = _seed_of(fields, entry.seed)
+        for attempt in range(entry.retries + 1):
+            temperature = max(entry.temperature, RETRY_TEMPERATURE) if attempt else entry.temperature
+            try:
+                answers = await self._ask(fields, entry.verdicts - len(values), (first + asked) % _SEEDS, temperature)
+            except RequestRefused as e:
+                self._report(f"the judge cannot be asked: its server {e}")
+                return None
+            asked += len(answers)
+            values += [value for answer in answers if (value := await self._value(answer)) is not None]
+            if len(values) == entry.verdicts:
+                break
+        return math.fsum(values) / len(values) if values else None
+
+    async def _ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[str]:
+        """Return `samples` answers to the question with these texts in it, of one request each. Raises RequestRefused."""
+        entry = self._entry
+        quoted = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in fields.items()}
+        messages = [{"role": role, "content": filled(template, quoted)} for role, template in entry.messages]
+        body = {"model": entry.model, "messages": messages, "max_tokens": entry.max_tokens, "temperature": temperature}
+        return list(await asyncio.gather(*(self._answer({**body, "seed": seed + i}) for i in range(samples))))
+
+    async def _answer(self, body: Mapping[str, object]) -> str:
+        async def payload() -> bytes:
+            return json.dumps(body).encode()
+
+        return await self._server.post(payload, ANSWER_BYTES + TOKEN_BYTES * self._entry.max_tokens, _text)
 
     async def _value(self, answer: str) -> float | None:
         outcome = await self.pool.ask((answer,))
@@ -170,68 +153,18 @@ def _seed_of(fields: Mapping[str, str], seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") % _SEEDS
 
 
-class ChatServer:
-    """A language model behind an OpenAI-compatible server. All coroutines run in one event loop.
-
-    The server renders the messages. A chat template does not quote, so the control tokens that are known are taken apart in
-    the texts: a space follows their first character.
-    """
-
-    def __init__(self, entry: JudgeTermConfig) -> None:
-        """Prepare the connection; nothing is sent yet."""
-        self._entry, address = entry, entry.url.rstrip("/") + "/chat/completions"
-        self._server = GradingServer(
-            address,
-            name=f"the judge's server {address}",
-            fix="fix the server, or raise request_seconds of the judge in reward.terms",
-            timeout_seconds=entry.request_seconds,
-            attempts=ATTEMPTS,
-            backoff_seconds=BACKOFF_SECONDS,
-            key_variable=entry.key_variable,
-            concurrency=entry.concurrency,
-            refusals=REFUSALS,
-        )
-
-    async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Return `samples` answers to the question with these texts in it, of one request each.
-
-        Raises:
-            QuestionTooLong: Another question may be answered.
-            RewardError: The judge cannot work.
-        """
-        quoted = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in fields.items()}
-        messages = [{"role": role, "content": filled(template, quoted)} for role, template in self._entry.messages]
-        entry = self._entry
-        body = {"model": entry.model, "messages": messages, "max_tokens": entry.max_tokens, "temperature": temperature}
-        return list(await asyncio.gather(*(self._asked({**body, "seed": seed + i}) for i in range(samples))))
-
-    async def close(self) -> None:
-        await self._server.close()
-
-    async def _asked(self, body: Mapping[str, object]) -> JudgeReply:
-        async def payload() -> bytes:
-            return json.dumps(body).encode()
-
-        try:
-            return await self._server.post("", payload, ANSWER_BYTES + TOKEN_BYTES * self._entry.max_tokens, _reply)
-        except RequestRefused as e:
-            raise QuestionTooLong(f"its server {e}") from None
-
-
 def filled(template: str, fields: Mapping[str, str]) -> str:
     """Return the template with its fields filled in. Braces in the texts are text."""
     return FIELD.sub(lambda found: fields[found[1]], template)
 
 
-def _reply(answer: HttpAnswer) -> JudgeReply:
+def _text(answer: HttpAnswer) -> str:
     try:
-        body = answer.json()
-        text, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}
-        tokens = [int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")]
+        text = answer.json()["choices"][0]["message"]["content"]
     except BadAnswer as e:
         raise FailedAttempt(f"answered with no chat completion: {e}") from None
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError):
+    except (KeyError, TypeError, IndexError):
         raise FailedAttempt(f"answered with no chat completion: {excerpt(answer.text)}") from None
     if not isinstance(text, str | None):
         raise FailedAttempt(f"answered with no text: {excerpt(answer.text)}")
-    return JudgeReply(text or "", *tokens)  # null: all tokens went into a hidden reasoning
+    return text or ""  # null: all tokens went into a hidden reasoning

@@ -7,14 +7,15 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from tepo_megatron.config.reward import HttpTermConfig
 from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.rewards.pool import GradingPool
+from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
-ATTEMPTS = 4  # to send the same batch
+ATTEMPTS = 4  # to send the same request
 TEXT_BYTES = 64 * 2**20  # of a worker's reply with a decoded prompt and response
 BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 Found = TypeVar("Found")
@@ -25,7 +26,6 @@ class FailedAttempt(Exception):
     """An attempt that failed. The message continues the server's name."""
 
     def __init__(self, what: str, *, final: bool = False, status: int = 0) -> None:
-        """Build the message."""
         super().__init__(what)
         self.final, self.status = final, status
 
@@ -48,45 +48,38 @@ class GradingServer:
         name: str,
         fix: str,
         timeout_seconds: float,
-        attempts: int,
-        backoff_seconds: float,
         key_variable: str | None,
         concurrency: int,
         refusals: frozenset[int] = frozenset(),
     ) -> None:
         """Prepare the connection; nothing is sent yet."""
-        self._name, self._fix, self._refusals = name, fix, refusals
-        self._timeout_seconds, self._attempts, self._backoff = timeout_seconds, attempts, backoff_seconds
+        self._name, self._fix, self._refusals, self._timeout_seconds = name, fix, refusals, timeout_seconds
         self._http, self._slots = HttpClient(url, key_from(key_variable)), asyncio.Semaphore(concurrency)
 
     async def post(
-        self,
-        path: str,
-        payload: Callable[[], Awaitable[bytes]],
-        most_bytes: int,
-        read: Callable[[HttpAnswer], Found],
+        self, payload: Callable[[], Awaitable[bytes]], most_bytes: int, read: Callable[[HttpAnswer], Found]
     ) -> Found:
         """Send one request, and return what `read` finds in the answer."""
         body: bytes | None = None
-        for attempt in range(1, self._attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with self._slots:
                     body = body or await payload()
-                    return read(await self._answer(path, body, most_bytes))
+                    return read(await self._answer(body, most_bytes))
             except FailedAttempt as e:
                 if e.status in self._refusals:
                     raise RequestRefused(str(e)) from None
-                if e.final or attempt == self._attempts:
-                    raise RewardError(f"{self._name} {e} (attempt {attempt} of {self._attempts}); {self._fix}") from None
-            await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
-        raise AssertionError("attempts is at least 1")
+                if e.final or attempt == ATTEMPTS:
+                    raise RewardError(f"{self._name} {e} (attempt {attempt} of {ATTEMPTS}); {self._fix}") from None
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("there is at least one attempt")
 
     async def close(self) -> None:
         await self._http.close()
 
-    async def _answer(self, path: str, body: bytes, most_bytes: int) -> HttpAnswer:
+    async def _answer(self, body: bytes, most_bytes: int) -> HttpAnswer:
         try:
-            answer = await self._http.exchange("POST", path, seconds=self._timeout_seconds, most_bytes=most_bytes, body=body)
+            answer = await self._http.exchange("POST", "", seconds=self._timeout_seconds, most_bytes=most_bytes, body=body)
         except TimedOut:
             hint = self._http.unused_proxy()
             raise FailedAttempt(f"did not answer within {self._timeout_seconds:g} s{hint}") from None
@@ -120,35 +113,23 @@ class HttpTerm:
     sample are failures, too. `GradingServer` says what else is.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_seconds: float,
-        attempts: int,
-        backoff_seconds: float,
-        key_variable: str | None,
-        concurrency: int,
-        pool: GradingPool | None = None,
-    ) -> None:
-        """Prepare the connection; nothing is sent yet."""
-        self.pool = pool
+    def __init__(self, entry: HttpTermConfig, limits: PoolLimits, tokenizer: str = "") -> None:
+        """Start the workers that decode in the background; nothing is sent yet."""
+        decoders = "the tokenizer of the model"
+        self.pool = GradingPool(limits, ["texts"], decoders, tokenizer, TEXT_BYTES) if tokenizer else None
         self._server = GradingServer(
-            url,
-            name=f"the reward server {url}",
+            entry.url,
+            name=f"the reward server {entry.url}",
             fix="fix the server, or raise timeout_seconds of its entry in reward.terms",
-            timeout_seconds=timeout_seconds,
-            attempts=attempts,
-            backoff_seconds=backoff_seconds,
-            key_variable=key_variable,
-            concurrency=concurrency,
+            timeout_seconds=entry.timeout_seconds,
+            key_variable=entry.key_variable,
+            concurrency=entry.concurrency,
         )
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
         if not responses:
             return []
         found = await self._server.post(
-            "",
             lambda: self._payload(responses),
             ANSWER_BYTES + SAMPLE_BYTES * len(responses),
             lambda answer: _rewards(answer, len(responses)),

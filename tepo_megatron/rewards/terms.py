@@ -25,7 +25,6 @@ class Response:
     """A rollout as a reward term sees it."""
 
     def __init__(self, rollout: Rollout, decode: Decode, in_workers: bool = False) -> None:
-        """Store the rollout."""
         self._rollout, self._decode, self._in_workers = rollout, decode, in_workers
 
     @cached_property
@@ -80,7 +79,7 @@ class RewardTerm(Protocol):
 
 
 class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
-    """A `Reward` that is a weighted sum of terms, and their grading queue: a thread that grades all submitted groups at once.
+    """A weighted sum of terms, and their grading queue: a thread that grades all submitted groups at once.
 
     The first term is the verdict: its unweighted value is the `score` that filters and accuracies use, and its status is the
     rollout's. The other terms only shape the `reward`. If any term was not settled (timeout, died, unjudged), the rollout has
@@ -88,7 +87,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
     """
 
     def __init__(self, terms: Sequence[tuple[float, RewardTerm]], decode: Decode, in_workers: bool = False) -> None:
-        """Store the terms."""
         self.terms, self._decode, self._in_workers = tuple(terms), decode, in_workers
         self._loop, self._open = LoopThread("grading"), set[Future[list[Rollout]]]()
         self._closed = False
@@ -99,6 +97,7 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         return sum(term.pool.cpu_seconds for _, term in self.terms if term.pool is not None)
 
     def submit(self, group: Sequence[Rollout]) -> LoopFuture[list[Rollout]]:
+        """Start to grade a group next to those submitted before, and return its future result at once; see `score`."""
         if self._closed:
             raise ValueError("the reward is closed")
         graded = self._loop.submit(self._grade(group))
@@ -107,6 +106,10 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         return graded
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return one graded rollout for each given rollout, in order, with `reward`, `score` and `status` set.
+
+        A bad answer gives a status, never an error. Raises RewardError if the grader itself cannot work.
+        """
         try:
             return self.submit(rollouts).result()
         except BaseException:
@@ -114,6 +117,7 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
             raise
 
     def close(self) -> None:
+        """Release processes and connections. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._loop.run(self._close())

@@ -15,7 +15,7 @@ from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.rewards import Reward
+from tepo_megatron.rewards import WeightedReward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.decisions import StepDecisions
@@ -46,7 +46,7 @@ class Collector:
         self,
         cfg: RolloutConfig,
         sampler: Sampler,
-        reward: Reward,
+        reward: WeightedReward,
         prompts: PromptStream,
         seed: int,
         stop_token_ids: tuple[int, ...] = (),

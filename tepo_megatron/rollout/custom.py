@@ -7,19 +7,17 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import psutil
 
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
-from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.rollout.agent import AgentSample, is_agent
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit, lost_sample, within
@@ -31,27 +29,14 @@ from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.open_files import SPARE_FILES, raise_open_file_limit
 from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.utils.user_file import UserFunction
 
 FILES_OF_AN_AGENT = 3  # both ends of its connection to the gateway, and its request to a server
 _HANG_UP_TURNS = 100  # of the gateway's event loop, until it has seen that a client gave up its request
 _TURN_SECONDS = 0.01  # not a limit: of one turn, longer where that loop is busy
 
 
-@dataclass(frozen=True)
-class GenerationFunction:
-    """The user's generation function.
-
-    `again`: runs the file once more and returns its function, for a new thread: clients and locks at the top of the file belong
-    to the event loop in which they were used. None: `call` serves all threads.
-    """
-
-    file: Path
-    name: str
-    call: Callable[[Any], Awaitable[object]]
-    again: Callable[[], Callable[[Any], Awaitable[object]]] | None = None
-
-
-def load_function(spec: str) -> GenerationFunction:
+def load_function(spec: str) -> UserFunction:
     """Load the async function that `rollout.function`, "path/to/file.py:name", names. The file is executed."""
     found, key = user_file.load(spec, "rollout.function", "an async function"), f"rollout.function={spec}"
     if not inspect.iscoroutinefunction(found.value):
@@ -59,7 +44,7 @@ def load_function(spec: str) -> GenerationFunction:
             f"{key}: {found.name} is no async function; write `async def {found.name}(conversation: Conversation) -> None`"
         )
     user_file.check_takes(found, key, 1, "a conversation")
-    return GenerationFunction(found.file, found.name, found.value, found.again)
+    return found
 
 
 @contextmanager
@@ -92,7 +77,7 @@ class CustomRollouts:
     def __init__(
         self,
         sampler: Sampler,
-        function: GenerationFunction,
+        function: UserFunction,
         encode: Encode,
         decode: Decode,
         mixed: bool = False,
@@ -105,7 +90,7 @@ class CustomRollouts:
         self._begin = partial(
             Conversation, sample_turn=self._sample_turn, encode=encode, decode=decode, mixed=mixed, limits=self._limits
         )
-        self._chat = chat if is_agent(function.call) else None
+        self._chat = chat if is_agent(function.value) else None
         self.gateway: Gateway | None = None
         self._places: AbstractAsyncContextManager[None] = nullcontext()  # for samples that run at once
         self._loop, self._server = LoopThread("conversations"), LoopThread("gateway")
@@ -124,7 +109,7 @@ class CustomRollouts:
 
     def open(self) -> GroupStream:
         """See `Sampler.open`. The groups are those of `generate`."""
-        return QueuedGroupStream(self._loop, self._converse)
+        return GroupStream(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`. The function is not called."""
@@ -218,7 +203,7 @@ class CustomRollouts:
         """Return what the function returned, and why the sample is lost; empty if it is not."""
 
         async def call() -> object:
-            returned = await self._function.call(argument)
+            returned = await self._function.value(argument)
             turns = made.turns
             for _ in range(_HANG_UP_TURNS if isinstance(made, AgentSample) else 0):
                 if not made.running:
@@ -245,8 +230,8 @@ class CustomRollouts:
         return None, f"it returned {returned!r:.80}; it must return nothing, or the reward as a finite number"
 
     def _load_again(self) -> None:
-        if self._function.again is not None:
-            self._function = replace(self._function, call=self._function.again())
+        """Run the file once more: clients and locks at its top belong to the event loop in which they were used."""
+        self._function = replace(self._function, value=self._function.again())
 
     def _finished(self, made: Conversation | AgentSample, returned: object, sample: int) -> list[Rollout]:
         if isinstance(made, AgentSample):

@@ -61,7 +61,6 @@ class MinibatchStream:
         seed: int,
         hand_out: Callable[[Minibatch], object],
     ) -> None:
-        """Store how the groups are divided."""
         self._how, self._hand_out = how, hand_out
         self._minibatch_prompts, self._seed = minibatch_prompts, seed
         self._order = self._divided(groups)  # places of the groups of each minibatch

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.loop import LoopThread, time_limit
+from tepo_megatron.utils.loop import time_limit
 from tepo_megatron.utils.open_files import open_file_limit
 
 # Limit since the request: a busy event loop that opens thousands of connections takes seconds; then `no connection within`
@@ -37,7 +37,6 @@ CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not foll
 LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
 _BYTES_PER_VALUE = 16  # minimum average in longer answers
 _CHUNK_BYTES = 2**16  # fits into a core's cache
-_SLACK_SECONDS = 5.0  # limit since the deadline of an exchange: a busy event loop reports the time-out itself; then TimedOut
 _CLOSED = "the connections to it were closed"
 # Limit since the last exchange: a frozen server never takes what is being sent to it; then the connections are dropped
 _CLOSE_SECONDS = 1.0
@@ -209,31 +208,6 @@ class HttpClient:
                 connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
             )
         return self._sessions[kept]
-
-
-class BlockingHttpClient:
-    """`HttpClient` for callers without an event loop. The first exchange starts a thread with an event loop of its own."""
-
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self._http, self._loop = HttpClient(url, key), LoopThread("http")
-
-    def exchange(
-        self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
-    ) -> HttpAnswer:
-        """Send one request, like `HttpClient.exchange`. It returns in time even if the event loop itself is blocked."""
-        future = self._loop.submit(self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=body))
-        try:
-            return future.result(seconds + _SLACK_SECONDS)
-        except TimeoutError:
-            raise TimedOut(f"no answer within {seconds:g} s") from None
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Close the connections and stop the thread. It may be called repeatedly."""
-        with contextlib.suppress(TimeoutError):
-            self._loop.submit(self._http.close()).result(_SLACK_SECONDS)
-        self._loop.stop()
 
 
 def to_json(value: Mapping[str, Any] | None) -> bytes | None:

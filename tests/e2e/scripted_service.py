@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tepo_megatron.config import Config
 from tepo_megatron.controller.service import main
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.report import EngineReport
+from tepo_megatron.inference.engine import EngineReport
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_groups import ScriptedGroups
 

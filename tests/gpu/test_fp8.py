@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
-from tepo_megatron.inference.sglang_environment import default_python
+from tepo_megatron.inference.sglang import default_python
 from tepo_megatron.weight_sync.bucket_format import Bucket, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
 from tepo_megatron.weights import fp8

@@ -100,7 +100,7 @@ class Freeze(Kill):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        pytest.param("tepo_megatron.controller.driver:ServiceDriver.collect", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.controller.driver:Driver.collect", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.update", 1, marks=pytest.mark.slow),
         pytest.param("tepo_megatron.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),

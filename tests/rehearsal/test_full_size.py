@@ -28,7 +28,7 @@ from transformers import Qwen3Config
 
 from tepo_megatron.checkpoint.folder import steps
 from tepo_megatron.config.io import load_config
-from tepo_megatron.launcher.open_files import needed_open_files
+from tepo_megatron.launcher.preflight import needed_open_files
 from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import ROOT, Command, commands

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from tepo_megatron.config import RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
-from tepo_megatron.inference.linear_attention import layers_of
+from tepo_megatron.inference.model_checks import layers_of
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import LOOPBACK

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from tepo_megatron.data import text_functions
 from tepo_megatron.rollout.agent import AgentTask
 from tepo_megatron.rollout.chat import ChatFormat
-from tepo_megatron.rollout.custom import CustomRollouts, GenerationFunction, load_function
+from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.user_file import UserFunction
 from tests.server.served import EOS, MAX_LOGPROB_DIFF, Served, call, logprob_diff, serve
 from tests.tiny import CHARACTERS, VOCAB_SIZE, char_tokenizer, tiny_qwen3
 
@@ -82,24 +83,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> GenerationFunction:
+def agent(tmp_path: Path) -> UserFunction:
     (tmp_path / "agents.py").write_text(AGENT)
     return load_function(f"{tmp_path / 'agents.py'}:agent")
 
 
-def with_public_server(served: Served, agent: GenerationFunction) -> Talk:
+def with_public_server(served: Served, agent: UserFunction) -> Talk:
     address = served.engine.endpoints[0].address
     assert address is not None
     name = call(served, "GET", "/v1/models")["data"][0]["id"]
     tasks = [AgentTask(prompt, "", {}, f"{address.url}/v1", address.key, name) for prompt in PROMPTS]
     seen = []
     for task in tasks:
-        assert asyncio.run(agent.call(task)) == 1.0  # type: ignore[arg-type]
+        assert asyncio.run(agent.value(task)) == 1.0  # type: ignore[arg-type]
         seen.append(_taken(agent))
     return Talk(seen, [], [])
 
 
-def with_gateway(served: Served, agent: GenerationFunction) -> Talk:
+def with_gateway(served: Served, agent: UserFunction) -> Talk:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = TEMPLATE
     chat = ChatFormat(tokenizer, *text_functions(tokenizer))
@@ -113,9 +114,7 @@ def with_gateway(served: Served, agent: GenerationFunction) -> Talk:
         return Talk(seen, rollouts, custom.take_events())
 
 
-def test_an_agent_sees_the_same_answers_and_its_tokens_are_those_that_were_sampled(
-    served: Served, agent: GenerationFunction
-) -> None:
+def test_an_agent_sees_the_same_answers_and_its_tokens_are_those_that_were_sampled(served: Served, agent: UserFunction) -> None:
     public, ours = with_public_server(served, agent), with_gateway(served, agent)
     assert ours.seen == public.seen and all(len(turns) == TURNS for turns in ours.seen)
     assert len({str(turns) for turns in ours.seen}) == len(PROMPTS)
@@ -128,8 +127,8 @@ def test_an_agent_sees_the_same_answers_and_its_tokens_are_those_that_were_sampl
     assert logprob_diff(served.model, ours.rollouts, 1.0) <= MAX_LOGPROB_DIFF
 
 
-def _taken(agent: GenerationFunction) -> list[Any]:
-    seen = agent.call.__globals__["SEEN"]
+def _taken(agent: UserFunction) -> list[Any]:
+    seen = agent.value.__globals__["SEEN"]
     turns = list(seen)
     seen.clear()
     return turns

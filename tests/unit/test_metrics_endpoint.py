@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tepo_megatron.controller.live_metrics import LiveMetrics
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.report import EngineReport, ServerReport
+from tepo_megatron.inference.engine import EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES
 from tepo_megatron.observability.metrics_server import (
     KEY_FILE,
@@ -45,15 +45,6 @@ tepo_sum 3
 BROKEN = ("oops{ 1", 'evil{a="b"} 1\\n tepo_step 99', 'a{b="c', "a one", "# TYPE a zebra")
 
 
-class Engine:
-    def __init__(self, state: EngineReport) -> None:
-        self._state = state
-
-    def report(self, seconds: float) -> EngineReport:
-        assert 0 < seconds < 10
-        return self._state
-
-
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Return what Prometheus' own client reads: value by name and sorted labels."""
     families = list(text_string_to_metric_families(text))
@@ -62,7 +53,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def live(report: EngineReport) -> LiveMetrics:
     return LiveMetrics(
-        "watched", "vllm", "cpu", "tepo", 2, 40, Progress(3, 8), Engine(report), lambda: {"turns": 5, "drift": 0}
+        "watched", "vllm", "cpu", "tepo", 2, 40, Progress(3, 8), lambda seconds: report, lambda: {"turns": 5, "drift": 0}
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import socketserver
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, BlockingHttpClient, TimedOut
+from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, HttpClient, TimedOut
 
 MIB = 2**20
 SPACES = b" " * 65536
@@ -71,15 +72,20 @@ def server() -> Iterator[socketserver.ThreadingTCPServer]:
 
 def test_each_limit_holds_by_itself(server: socketserver.ThreadingTCPServer) -> None:
     """With a deadline that no busy machine meets, so that it cannot hide a size that is not limited."""
-    with contextlib.closing(BlockingHttpClient(f"http://127.0.0.1:{server.server_address[1]}")) as http:
+
+    async def exchanges() -> None:
+        http = HttpClient(f"http://127.0.0.1:{server.server_address[1]}")
         for name in ("endless_body", "chunks_never_end", "length_absurd"):
             with pytest.raises(BadAnswer, match=r"^more than 1048576 bytes"):
-                http.exchange("GET", f"/{name}", seconds=50.0, most_bytes=MIB)
+                await http.exchange("GET", f"/{name}", seconds=50.0, most_bytes=MIB)
         for name in ("gzip", "gzip_gzip"):
             with pytest.raises(BadAnswer, match="a body that is compressed"):
-                http.exchange("GET", f"/{name}", seconds=50.0)
-        assert len(http.exchange("GET", "/error_with_endless_body", seconds=50.0).body) == ERROR_BYTES
-        assert http.exchange("GET", "/redirects_elsewhere", seconds=50.0).status == 307
+                await http.exchange("GET", f"/{name}", seconds=50.0)
+        assert len((await http.exchange("GET", "/error_with_endless_body", seconds=50.0)).body) == ERROR_BYTES
+        assert (await http.exchange("GET", "/redirects_elsewhere", seconds=50.0)).status == 307
         with pytest.raises(TimedOut):
-            http.exchange("GET", "/drip", seconds=0.5)
+            await http.exchange("GET", "/drip", seconds=0.5)
+        await http.close()
+
+    asyncio.run(exchanges())
     assert set(server.seen) == set(server.kinds), "somebody went where a redirect led"  # type: ignore[attr-defined]

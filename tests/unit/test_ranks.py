@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.ranks import RankFailure, RankProcesses, first_failure, interrupted_by_signals
-from tepo_megatron.launcher.restarts import RestartPolicy, is_recoverable
+from tepo_megatron.launcher.ranks import (
+    RankFailure,
+    RankProcesses,
+    RestartPolicy,
+    first_failure,
+    interrupted_by_signals,
+    is_recoverable,
+)
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.scratch import check_private, make_private_folder
 

@@ -37,7 +37,6 @@ PACKAGE = Path(__file__).parents[2] / "tepo_megatron"
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 READS = {"load", "loads", "Unpickler", "open"}
 NAMES = {"eval", "exec", "compile", "__import__"}
-HARMLESS = {"checkpoint/rng_state.py", "convert/dist_reader.py", "inference/vllm.py"}  # what these may call
 WORDS = re.compile("|".join([*MODULES, *NAMES, "exec_module", r"load\(", "load_all", "read_pickle", "trust_remote_code"]))
 # file -> what it may call, with the reason
 ALLOWED = {
@@ -85,15 +84,6 @@ def test_no_call_of_the_package_executes_what_it_reads() -> None:
     found = {str(path.relative_to(PACKAGE)): risky_calls(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     found = {path: calls for path, calls in found.items() if calls}
     assert found == ALLOWED
-
-
-@pytest.mark.parametrize("call", [
-    "pickle.loads(x)", "pickle.Unpickler(f).load()", "torch.load(f)", "np.load(f, allow_pickle=True)", "yaml.load(f)",
-    "eval(x)", "exec(x)", "dill.load(f)", "marshal.loads(x)", "from pickle import loads", "f(trust_remote_code=True)",
-    "class A(pickle.Unpickler): pass", "yaml.unsafe_load(x)", "pd.read_pickle(f)",
-])  # fmt: skip
-def test_the_list_sees_each_kind_of_call(call: str) -> None:
-    assert risky_calls(call) and all(not risky_calls(call) <= allowed for path, allowed in ALLOWED.items() if path in HARMLESS)
 
 
 def whole() -> Metadata:

@@ -6,7 +6,7 @@ import importlib.util
 
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.pytests import run_file
-from tepo_megatron.inference.sglang_environment import default_python
+from tepo_megatron.inference.sglang import default_python
 
 
 def run(check: Check) -> None:

@@ -143,11 +143,11 @@ class Client:
         await self._http.close()
 
 
-async def healthy(url: str) -> bool:
+async def healthy(url: str, path: str = "/health") -> bool:
     """Return whether a server at `url` reports that it takes requests."""
     http = HttpClient(url)
     try:
-        return (await http.exchange("GET", "/health", seconds=HEALTHY_SECONDS, most_bytes=ERROR_BYTES)).status == 200
+        return (await http.exchange("GET", path, seconds=HEALTHY_SECONDS, most_bytes=ERROR_BYTES)).status == 200
     except ExchangeFailed:
         return False
     finally:

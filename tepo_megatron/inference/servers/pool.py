@@ -17,9 +17,8 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.servers.client import CONTROL_CONNECTIONS
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.growth import GrowthLimit
 from tepo_megatron.inference.servers.lease import Quiesce
-from tepo_megatron.inference.servers.sleep import SleepController, until
+from tepo_megatron.inference.servers.sleep import GrowthLimit, SleepController, until
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.open_files import SPARE_FILES, raise_open_file_limit

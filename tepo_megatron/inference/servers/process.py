@@ -1,5 +1,6 @@
 """The process of an inference server: start it, wait until it is ready, watch it, and end all of its processes."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -17,15 +18,13 @@ import psutil
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import guard
-from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
+from tepo_megatron.inference.servers.client import healthy
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import has_ended, kill_process_tree, wait_for_end
 from tepo_megatron.utils.progress import STUCK_SECONDS, StartProgress
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
-# Limit since one health request in a start: it is repeated; then it is asked again; key rollout.server.ready_seconds
-HEALTH_SECONDS = 5.0
 _ENDED_POLL_SECONDS = 0.02
 # Limit since SIGTERM to a server: vLLM ends all its processes in 2 s, also while it loads a model; then SIGKILL
 GRACE_SECONDS = 10.0
@@ -39,16 +38,8 @@ _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
 _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
 
 
-def choose_port(port: int, host: str = LOOPBACK) -> int:
-    """Return a port on which nothing listens."""
-    with hold_port(port, host) as held:
-        return int(held.getsockname()[1])
-
-
 def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
-    """Return a socket bound to the port of `choose_port`.
-
-    Nobody else is given that port as a free one until the socket is closed.
+    """Return a socket bound to a port, 0 for a free one. Nobody else is given it as a free one until the socket is closed.
 
     A server can listen on that port meanwhile: this socket and those of the engines set SO_REUSEADDR.
     """
@@ -172,25 +163,22 @@ class ServerProcess:
         """
         assert self._guard is not None
         progress, most_idle = StartProgress(self._guard.pid, self._log_path), max(STUCK_SECONDS, self._ready_seconds / 12)
-        with contextlib.closing(BlockingHttpClient(self._health_url)) as http:
-            while self.running:
-                with contextlib.suppress(ExchangeFailed):
-                    answer = http.exchange("GET", "", seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)
-                    if answer.status == 200:
-                        return
-                lacking = f"{self._health_url} did not answer with 200"
-                if time.monotonic() > self._deadline:
-                    raise self.failure(
-                        f"was not ready after {self._ready_seconds:g} s: {lacking}; raise rollout.server.ready_seconds, or fix "
-                        "what its log shows"
-                    )
-                if (idle := progress.idle_seconds()) > most_idle:
-                    raise self.failure(
-                        f"is stuck in its start: for {idle:.0f} s its log did not grow and its processes used neither a disk "
-                        f"nor CPU time, and {lacking}; fix what its log shows, or raise rollout.server.ready_seconds to twelve "
-                        "times what it may be idle"
-                    )
-                time.sleep(POLL_SECONDS)
+        while self.running:
+            if asyncio.run(healthy(self._health_url, path="")):
+                return
+            lacking = f"{self._health_url} did not answer with 200"
+            if time.monotonic() > self._deadline:
+                raise self.failure(
+                    f"was not ready after {self._ready_seconds:g} s: {lacking}; raise rollout.server.ready_seconds, or fix "
+                    "what its log shows"
+                )
+            if (idle := progress.idle_seconds()) > most_idle:
+                raise self.failure(
+                    f"is stuck in its start: for {idle:.0f} s its log did not grow and its processes used neither a disk "
+                    f"nor CPU time, and {lacking}; fix what its log shows, or raise rollout.server.ready_seconds to twelve "
+                    "times what it may be idle"
+                )
+            time.sleep(POLL_SECONDS)
         raise self.failure("could not start")
 
     def ends_within(self, seconds: float) -> bool:

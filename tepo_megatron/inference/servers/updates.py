@@ -17,9 +17,8 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.growth import LiveServer
 from tepo_megatron.inference.servers.pool import ServerPool
-from tepo_megatron.inference.servers.sleep import until
+from tepo_megatron.inference.servers.sleep import LiveServer, until
 from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.utils.loop import LoopFuture
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec

@@ -26,7 +26,7 @@ EXHIBITS = (
         bug="Ranks measure their offset to rank 0, whose own offset to the service was left out. All ranks agree.",
         cost="Where rank 0 and the service differ, ranks train on rollouts before they are sampled, or long after that.",
         symbol="StepTracer._write",
-        old="offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service.clock_offset, host)",
+        old="offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service_offset, host)",
         new="offset_to_rank_0(host, tracer.clock)",
         tests=("tests/parallel/test_traces.py::test_a_trace_has_all_processes_on_one_clock",),
     ),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.io import to_yaml, validate
-from tepo_megatron.controller.driver import ServiceDriver
+from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.messages import Waited, ended
 from tepo_megatron.controller.service_client import ServiceAddress, ServiceClient
 from tepo_megatron.controller.service_trace import ServiceTrace
@@ -262,7 +262,7 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
     client = ServiceClient(ServiceAddress(ours, fork(answer)), silence_seconds=60.0)
     theirs.close()
     client.call("open", cfg)
-    driver = ServiceDriver(client, cfg)
+    driver = Driver(client, cfg)
     assert driver.evaluate(1).wait() == Waited("done")
     with pytest.raises(DataError, match="no held-out problems"):
         driver.evaluate(2).wait()

@@ -14,8 +14,7 @@ from aiohttp import web
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards import build_reward, check_reward
-from tepo_megatron.rewards import judge as judging
+from tepo_megatron.rewards import build_reward, check_reward, remote
 from tepo_megatron.rewards.judge import LEAST_JUDGED, RETRY_TEMPERATURE
 from tepo_megatron.types import STATUSES, Rollout
 from tepo_megatron.utils.loop import LoopThread
@@ -46,7 +45,7 @@ class ChatApi:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatApi]:
-    monkeypatch.setattr(judging, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.02)
     with serve() as served:
         yield served
 
@@ -142,7 +141,7 @@ def test_hostile_texts_are_quoted(api: ChatApi) -> None:
 
 @pytest.mark.parametrize(
     ("status", "tries", "message"),
-    [(500, judging.ATTEMPTS, "answered with 500"), (429, judging.ATTEMPTS, "answered with 429"), (401, 1, "with 401")],
+    [(500, remote.ATTEMPTS, "answered with 500"), (429, remote.ATTEMPTS, "answered with 429"), (401, 1, "with 401")],
 )
 def test_a_server_that_fails_is_an_error_and_never_a_grade(api: ChatApi, status: int, tries: int, message: str) -> None:
     api.script = lambda body: status

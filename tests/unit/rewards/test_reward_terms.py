@@ -15,7 +15,7 @@ from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.grading.answers import last_answer
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
-from tepo_megatron.rewards.simple import LengthTerm
+from tepo_megatron.rewards.local import LengthTerm
 from tepo_megatron.rewards.terms import Response
 from tepo_megatron.types import Rollout
 from tests.graded import decode, rollout

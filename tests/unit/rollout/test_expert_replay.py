@@ -20,13 +20,13 @@ from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
+from tepo_megatron.inference.model_checks import check_experts, replayed_routing
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest, continuation, merge
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
-from tepo_megatron.rollout.experts import check_experts, replayed_routing
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc

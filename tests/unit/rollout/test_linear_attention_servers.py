@@ -12,7 +12,7 @@ from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import launch_of
-from tepo_megatron.inference.linear_attention import check_linear_attention
+from tepo_megatron.inference.model_checks import check_linear_attention
 from tepo_megatron.launcher.preflight import preflight
 from tests.tiny import hybrid_config, tiny_model, tiny_qwen3
 

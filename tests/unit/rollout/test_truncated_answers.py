@@ -12,12 +12,12 @@ import torch
 from tepo_megatron.actor.masks import truncation_of
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.inference.model_checks import check_truncation
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest, merge
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.losses.advantages import without_truncated
-from tepo_megatron.rollout.truncation import check_truncation
 from tepo_megatron.types import Prompt, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, decode, encode, ids_crc
