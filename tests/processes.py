@@ -18,6 +18,7 @@ import torch
 from benchmarks._ranks import POLL_SECONDS, Ranks
 from tepo_megatron.platform import activate
 from tepo_megatron.utils.processes import die_with_parent
+from tests.staged_gloo import activate_staged, requested
 
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, timeout: float = 300.0) -> list[Any]:
@@ -56,7 +57,8 @@ def call(folder: Path, fn: Callable[..., Any], *args: Any) -> None:
 def main() -> None:
     """Run one rank, on a GPU where the machine has one. The arguments are the caller's process id, the folder, and imports."""
     die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    activate("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
+    activated = activate_staged if requested() else activate
+    activated("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
     folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
     for name in sys.argv[3:]:
         importlib.import_module(name)

@@ -104,32 +104,21 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """A shared prompt and the responses that attend to it.
+    """A shared prompt and the responses that attend to it."""
 
-    Attributes:
-        first_query: Index of the responses' first local token. Their tokens are contiguous.
-        first_key: Slot of the prompt's first token.
-        keys: Number of the prompt's tokens, without padding.
-    """
-
-    first_query: int
+    first_query: int  # index of the responses' first local token. Their tokens are contiguous.
     queries: int
-    first_key: int
-    keys: int
+    first_key: int  # slot of the prompt's first token
+    keys: int  # number of the prompt's tokens, without padding
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """The positions (slots) of a microbatch's tokens in the padded buckets, one bucket after another.
-
-    Attributes:
-        query_slot_S: int64, row of each local query. A bucket's rows are [piece, n, C].
-        key_slot_T: int64, row of each gathered key. A bucket's rows are [n, chunk of the sequence, C].
-    """
+    """The positions (slots) of a microbatch's tokens in the padded buckets, one bucket after another."""
 
     buckets: tuple[AttentionBucket, ...]
-    query_slot_S: Tensor
-    key_slot_T: Tensor
+    query_slot_S: Tensor  # int64, row of each local query. A bucket's rows are [piece, n, C].
+    key_slot_T: Tensor  # int64, row of each gathered key. A bucket's rows are [n, chunk of the sequence, C].
     prompts: tuple[SharedPrompt, ...]
 
     @property

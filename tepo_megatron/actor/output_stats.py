@@ -66,19 +66,14 @@ Visit = Callable[[PackedMicrobatch, Tensor], None]  # is called with each microb
 
 @dataclass(frozen=True)
 class OutputStats:
-    """Computes the token statistics of microbatches on the last pipeline stage.
-
-    Attributes:
-        rows: Has the output layer's weight under training.logits_budget_mib.
-        sums_hidden_gradient: See `output_layer_stats`.
-    """
+    """Computes the token statistics of microbatches on the last pipeline stage."""
 
     temperature: float
     vocab_size: int
     groups: ParallelDims
-    rows: OutputRows | None
+    rows: OutputRows | None  # has the output layer's weight under training.logits_budget_mib
     budget_mib: int | None
-    sums_hidden_gradient: bool
+    sums_hidden_gradient: bool  # see `output_layer_stats`
 
     def __call__(
         self,
@@ -91,7 +86,7 @@ class OutputStats:
         """Return the statistics of the microbatch's rows.
 
         Args:
-            output: Logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib.
+            output: Logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib
             mask: The batch's sampling masks, on the device. None: the whole vocabulary.
             teacher: The teacher's rows, for the KL to it. Only under training.logits_budget_mib. None: no teacher.
         """

@@ -26,25 +26,15 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fp8:
-    """An FP8 scaling preset.
+    """An FP8 scaling preset."""
 
-    Attributes:
-        recipe: Megatron's `fp8_recipe`.
-        format: Number format. hybrid: e4m3, with gradients in e5m2.
-        scale: The elements that share one scale, for the documentation.
-        tokens: The tokens of a rank must be a multiple of this (16 for cuBLAS, 128 for the blocks).
-        widths: The sizes of a rank's weights must be multiples of this.
-        transformer_engine: First version of Transformer Engine that has it.
-        cuda: First version of CUDA that has it.
-    """
-
-    recipe: Literal["tensorwise", "blockwise"]
-    format: Literal["hybrid", "e4m3"]
-    scale: str
-    tokens: int
-    widths: int
-    transformer_engine: Version
-    cuda: Version = (12, 1)
+    recipe: Literal["tensorwise", "blockwise"]  # Megatron's `fp8_recipe`
+    format: Literal["hybrid", "e4m3"]  # number format. hybrid: e4m3, with gradients in e5m2.
+    scale: str  # the elements that share one scale, for the documentation
+    tokens: int  # the tokens of a rank must be a multiple of this (16 for cuBLAS, 128 for the blocks)
+    widths: int  # the sizes of a rank's weights must be multiples of this
+    transformer_engine: Version  # first version of Transformer Engine that has it
+    cuda: Version = (12, 1)  # first version of CUDA that has it
 
 
 PRESETS: dict[Precision, Fp8 | None] = {

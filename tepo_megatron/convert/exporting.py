@@ -31,15 +31,10 @@ FILE_BYTES = 2**30  # most bytes of a file, whose tensors are in memory while it
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The dtypes of an exported model.
+    """The dtypes of an exported model."""
 
-    Attributes:
-        dtype: dtype of all tensors; None: as they are stored.
-        fp8_blockwise: store the linear layers of the decoder in blockwise FP8 (weights/fp8.py).
-    """
-
-    dtype: torch.dtype | None = None
-    fp8_blockwise: bool = False
+    dtype: torch.dtype | None = None  # dtype of all tensors; None: as they are stored
+    fp8_blockwise: bool = False  # store the linear layers of the decoder in blockwise FP8 (weights/fp8.py)
 
     def convert(self, slot: ParameterSlot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Return what is written for one HF tensor: named tensors, more than one if it is quantized.

@@ -25,22 +25,14 @@ _MODEL = ("embedding", "decoder", "output_layer")
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of a checkpoint, as far as its metadata tell.
-
-    Attributes:
-        kind: Hugging Face or Megatron, in words.
-        model: family and architecture in lines of text, or why they are not known.
-        tensors: shape and dtype of the model's tensors, by name.
-        others: number and bytes of the other tensors (an optimizer's state).
-        iteration: training step of the checkpoint; None if it is not known.
-    """
+    """The content of a checkpoint, as far as its metadata tell."""
 
     path: Path
-    kind: str
-    model: str
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    others: tuple[int, int] = (0, 0)
-    iteration: int | None = None
+    kind: str  # Hugging Face or Megatron, in words
+    model: str  # family and architecture in lines of text, or why they are not known
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of the model's tensors, by name
+    others: tuple[int, int] = (0, 0)  # number and bytes of the other tensors (an optimizer's state)
+    iteration: int | None = None  # training step of the checkpoint; None if it is not known
 
     def lines(self, list_tensors: bool) -> list[str]:
         """Return a description in lines."""

@@ -12,17 +12,12 @@ Verdict = Literal["pass", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        said: Description of the state, on one line.
-        fix: The fix; empty if none is needed.
-    """
+    """The result of one check."""
 
     check: str
     verdict: Verdict
-    said: str
-    fix: str = ""
+    said: str  # description of the state, on one line
+    fix: str = ""  # empty if none is needed
 
     def __str__(self) -> str:
         """Return the finding as text for a terminal.

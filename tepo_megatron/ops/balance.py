@@ -13,17 +13,11 @@ _HALVINGS = 24  # bisection steps in the search for the time of the slowest rank
 
 @dataclass(frozen=True)
 class PlanItems:
-    """The sequences to assign.
+    """The sequences to assign."""
 
-    Attributes:
-        costs: Cost of each sequence, in any unit.
-        tokens: Padded tokens of each sequence, at most `capacity`.
-        capacity: Capacity of a microbatch in tokens.
-    """
-
-    costs: list[float]
-    tokens: list[int]
-    capacity: int
+    costs: list[float]  # cost of each sequence, in any unit
+    tokens: list[int]  # padded tokens of each sequence, at most `capacity`
+    capacity: int  # capacity of a microbatch in tokens
 
 
 def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, group_longest: bool) -> list[list[int]]:

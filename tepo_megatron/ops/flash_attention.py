@@ -26,15 +26,10 @@ _MOST_CHANNELS = 256  # of CUDA's flash attention
 
 @dataclass(frozen=True)
 class AttendedKeys:
-    """The keys that a query attends to: by default all of them.
+    """The keys that a query attends to: by default all of them."""
 
-    Attributes:
-        causal: Only the keys up to the query itself (Lq = Lk).
-        mask: bool [n or 1, 1, Lq, Lk], True where a query attends to a key. None: no mask.
-    """
-
-    causal: bool = False
-    mask: Tensor | None = None
+    causal: bool = False  # only the keys up to the query itself (Lq = Lk)
+    mask: Tensor | None = None  # bool [n or 1, 1, Lq, Lk], True where a query attends to a key. None: no mask.
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the mask as a bias of the scores, 0 where a query attends to a key and -inf elsewhere; None without a mask."""

@@ -34,16 +34,12 @@ class SequenceChunks:
 
     Chunks are ordered by rounds: round r holds the r-th chunk of every sequence that has one, longer sequences first. So the
     sequences of a round are the first ones of the round before it, and a round is one slice.
-
-    Attributes:
-        slot_T: int64, the row of each token in [n C].
-        rounds: Number of chunks of each round.
     """
 
     size: int
     number: int
-    slot_T: Tensor
-    rounds: tuple[int, ...]
+    slot_T: Tensor  # int64, the row of each token in [n C]
+    rounds: tuple[int, ...]  # number of chunks of each round
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, size: int = CHUNK) -> "SequenceChunks":

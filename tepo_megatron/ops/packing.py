@@ -70,23 +70,14 @@ def pack(
 
 @dataclass(frozen=True)
 class _Packed:
-    """The positions of the pieces' tokens, over all context-parallel ranks.
+    """The positions of the pieces' tokens, over all context-parallel ranks."""
 
-    Attributes:
-        cu_seqlens: int64 [P + 1], padded starts of the pieces.
-        start_P: int64, index of the piece's first token in its sequence.
-        chunks: Zigzag chunks per piece.
-        piece_S: int64, the piece of each packed token.
-        offset_S: int64, index of the token in its piece.
-        is_token_S: bool, False on padding.
-    """
-
-    cu_seqlens: Tensor
-    start_P: Tensor
-    chunks: int
-    piece_S: Tensor
-    offset_S: Tensor
-    is_token_S: Tensor
+    cu_seqlens: Tensor  # int64 [P + 1], padded starts of the pieces
+    start_P: Tensor  # int64, index of the piece's first token in its sequence
+    chunks: int  # zigzag chunks per piece
+    piece_S: Tensor  # int64, the piece of each packed token
+    offset_S: Tensor  # int64, index of the token in its piece
+    is_token_S: Tensor  # bool, False on padding
 
     @property
     def total(self) -> int:
@@ -107,23 +98,14 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of all response tokens of a microbatch, sequence after sequence.
+    """The rows of all response tokens of a microbatch, sequence after sequence."""
 
-    Attributes:
-        sequences: Index in the batch of each sequence, in the order in which they are packed.
-        row_N: int64, index among the packed tokens.
-        label_N: int64, the response token itself.
-        sequence_N: int64, index into `sequences`.
-        position_N: int64, index of the token in its response, from 0.
-        chunk_N: int64, chunk of the sequence that holds the row.
-    """
-
-    sequences: list[int]
-    row_N: Tensor
-    label_N: Tensor
-    sequence_N: Tensor
-    position_N: Tensor
-    chunk_N: Tensor
+    sequences: list[int]  # index in the batch of each sequence, in the order in which they are packed
+    row_N: Tensor  # int64, index among the packed tokens
+    label_N: Tensor  # int64, the response token itself
+    sequence_N: Tensor  # int64, index into `sequences`
+    position_N: Tensor  # int64, index of the token in its response, from 0
+    chunk_N: Tensor  # int64, chunk of the sequence that holds the row
 
 
 def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence[SequencePiece], packed: _Packed) -> _Rows:

@@ -19,15 +19,10 @@ _HALVINGS = 5  # how often `split_into_parts` halves the size limit of a part
 
 @dataclass(frozen=True)
 class PrefixGroups:
-    """The prefix groups of a batch.
+    """The prefix groups of a batch."""
 
-    Attributes:
-        group: Number of the prefix group of each sequence.
-        lengths: Prompt tokens of each sequence, equal within a group.
-    """
-
-    group: tuple[int, ...]
-    lengths: tuple[int, ...]
+    group: tuple[int, ...]  # number of the prefix group of each sequence
+    lengths: tuple[int, ...]  # prompt tokens of each sequence, equal within a group
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> Self | None:

@@ -12,14 +12,10 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of layer.
-
-    Attributes:
-        linear: The layer has the gated delta rule in place of attention.
-    """
+    """A kind of layer."""
 
     sparse: bool = False
-    linear: bool = False
+    linear: bool = False  # the layer has the gated delta rule in place of attention
 
 
 DENSE = LayerKind()

@@ -81,25 +81,16 @@ def checkpoint_bytes(held: HeldElements, precision: str) -> int:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """The inputs for the memory of the trainer's ranks.
-
-    Attributes:
-        model: The model and its way of computing.
-        training: Tokens of a microbatch, and offloading.
-        precision: Types of the weights (`model.precision`).
-        adam: Types of the moments, and the offloaded share.
-        bf16_layers: Numbers of first and of last layers that stay in bf16 in an FP8 model.
-        teacher: The loss has the exact KL to a teacher.
-    """
+    """The inputs for the memory of the trainer's ranks."""
 
     model: PlannedModel
     parallel: ParallelConfig
-    training: TrainingConfig
-    precision: ModelConfig
-    adam: OptimizerFields
-    bf16_layers: tuple[int, int]
+    training: TrainingConfig  # tokens of a microbatch, and offloading
+    precision: ModelConfig  # types of the weights (`model.precision`)
+    adam: OptimizerFields  # types of the moments, and the offloaded share
+    bf16_layers: tuple[int, int]  # numbers of first and of last layers that stay in bf16 in an FP8 model
     sequence_tokens: int
-    teacher: bool = False
+    teacher: bool = False  # the loss has the exact KL to a teacher
 
     @classmethod
     def of(cls, cfg: Config, model: PlannedModel) -> "TrainerMemory":

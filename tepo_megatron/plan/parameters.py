@@ -31,32 +31,21 @@ _LINEAR = (
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """One model chunk.
+    """One model chunk."""
 
-    Attributes:
-        layers: Its layers, numbered in the whole model.
-        first: True if it has the embedding.
-        last: True if it has the output layer.
-    """
-
-    layers: tuple[int, ...]
-    first: bool
-    last: bool
+    layers: tuple[int, ...]  # numbered in the whole model
+    first: bool  # true if it has the embedding
+    last: bool  # true if it has the output layer
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter on one tensor-parallel rank.
-
-    Attributes:
-        expert: True for a parameter of an expert, if experts are spread over ranks.
-        alone: True if it has a bucket of its own.
-    """
+    """One parameter on one tensor-parallel rank."""
 
     name: str
     elements: int
-    expert: bool = False
-    alone: bool = False
+    expert: bool = False  # true for a parameter of an expert, if experts are spread over ranks
+    alone: bool = False  # true if it has a bucket of its own
 
 
 @dataclass(frozen=True)

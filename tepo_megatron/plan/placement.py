@@ -11,17 +11,12 @@ Kind = Literal["colocated", "disaggregated"]
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of trainer and engine.
+    """The GPUs of trainer and engine."""
 
-    Attributes:
-        kind: "colocated" (rollout.colocate), or "disaggregated": the engine has GPUs of its own.
-        here: True if the run's first rank starts the servers.
-    """
-
-    kind: Kind
+    kind: Kind  # "colocated" (rollout.colocate), or "disaggregated": the engine has GPUs of its own.
     trainer: int
     engine: int
-    here: bool
+    here: bool  # true if the run's first rank starts the servers
 
     @property
     def gpus(self) -> int:

@@ -20,17 +20,12 @@ MEASURED = {
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Means and medians of a run's later half; the first steps compile and warm up.
+    """Means and medians of a run's later half; the first steps compile and warm up."""
 
-    Attributes:
-        seconds: Median seconds by phase of the record, and `total`.
-        dropped: Share of the groups that were dropped as entirely right or entirely wrong.
-    """
-
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # median seconds by phase of the record, and `total`
     prompt: int
     response: int
-    dropped: float
+    dropped: float  # share of the groups that were dropped as entirely right or entirely wrong
 
 
 def read_run(path: Path, samples_per_prompt: int) -> RecordedRun:

@@ -36,17 +36,11 @@ RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of a layer's 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Predicted seconds of a step.
+    """Predicted seconds of a step."""
 
-    Attributes:
-        phases: Seconds by name; "beyond the phases" is what steps take in addition.
-        hidden: Share of the trainer's phases that run while the engine samples.
-        tokens: Tokens of prompts and responses that the step learns from.
-    """
-
-    phases: Mapping[str, float]
-    hidden: float
-    tokens: int
+    phases: Mapping[str, float]  # seconds by name; "beyond the phases" is what steps take in addition
+    hidden: float  # share of the trainer's phases that run while the engine samples
+    tokens: int  # tokens of prompts and responses that the step learns from
 
     @property
     def seconds(self) -> float:

@@ -18,18 +18,12 @@ from tepo_megatron.plan.roofline import Predictor, StepPrediction
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """The prediction for a config on one layout.
-
-    Attributes:
-        states: Memory in each state; empty if the layout is invalid.
-        step: The predicted step, if requested and the layout fits.
-        why: Reason why the layout is refused; empty if it fits.
-    """
+    """The prediction for a config on one layout."""
 
     cfg: Config
-    states: tuple[MemoryState, ...] = ()
-    step: StepPrediction | None = None
-    why: str = ""
+    states: tuple[MemoryState, ...] = ()  # memory in each state; empty if the layout is invalid
+    step: StepPrediction | None = None  # the predicted step, if requested and the layout fits
+    why: str = ""  # reason why the layout is refused; empty if it fits
 
     @property
     def fullest(self) -> MemoryState:
@@ -48,15 +42,10 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        best: Layouts that fit, fastest first.
-        refused: Reason -> names of the layouts refused for it.
-    """
-
-    best: list[LayoutCandidate]
-    refused: Mapping[str, list[str]]
+    best: list[LayoutCandidate]  # layouts that fit, fastest first
+    refused: Mapping[str, list[str]]  # reason -> names of the layouts refused for it
     seen: int
 
 

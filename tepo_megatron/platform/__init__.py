@@ -6,36 +6,27 @@ without a GPU. The config alone decides: under `cpu`, a GPU in the machine has n
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from tepo_megatron.platform import cpu, cuda, gloo, staged_gloo
+from tepo_megatron.platform import cpu, cuda
 
 PlatformName = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of tensors, and the backends of collectives.
+    """The device of tensors, and the backends of collectives."""
 
-    Attributes:
-        name: the config's `platform`, which is also the device type.
-        host_backend: backend of a group for objects on the host.
-        shares_device: whether every rank of a machine uses GPU 0 (`staged_gloo.py`).
-    """
-
-    name: PlatformName
+    name: PlatformName  # the config's `platform`, which is also the device type
     backend: Literal["gloo", "nccl"]
-    host_backend: Literal["gloo"] = "gloo"
-    shares_device: bool = False
+    host_backend: Literal["gloo"] = "gloo"  # backend of a group for objects on the host
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank, from its index among the ranks of its machine."""
-        if self.name == "cuda":
-            return torch.device("cuda", 0 if self.shares_device else local_rank)
-        return torch.device(self.name)
+        return torch.device(self.name, local_rank) if self.name == "cuda" else torch.device(self.name)
 
 
 _PLATFORMS: dict[PlatformName, Platform] = {"cpu": Platform("cpu", "gloo"), "cuda": Platform("cuda", "nccl")}
@@ -45,8 +36,7 @@ _active: Platform | None = None
 def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platform:
     """Make this process a `cpu` or a `cuda` process. A second call with the same name returns the same platform.
 
-    `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing. With TEPO_STAGED_GLOO=1 in the environment, collectives go
-    through host memory and the ranks of `cuda` share GPU 0 (`staged_gloo.py`, for tests).
+    `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing.
 
     Raises:
         ConfigError: PyTorch sees no GPU under `cuda`.
@@ -66,20 +56,8 @@ def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platfor
                 "megatron.core was imported before activate('cpu'), which came too late to redirect it; activate first"
             )
         if name == "cpu":
-            if staged_gloo.requested():
-                staged_gloo.install(staged_gloo.everything)
             cpu.install(transformer_engine)
         else:
             cuda.require()
-            if staged_gloo.requested():
-                platform = _with_ranks_on_one_gpu(platform)
         _active = platform
     return _active
-
-
-def _with_ranks_on_one_gpu(platform: Platform) -> Platform:
-    """Return `cuda` with the collectives of `cpu`, on GPU tensors, and with GPU 0 for each rank."""
-    staged_gloo.install()
-    gloo.add_uneven_collectives()
-    gloo.shorten_groups_of_one()
-    return replace(platform, backend="gloo", shares_device=True)

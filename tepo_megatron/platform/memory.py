@@ -33,19 +33,12 @@ def release_cached_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """The memory of this process, in bytes.
+    """The memory of this process, in bytes."""
 
-    Attributes:
-        held: what no other process can use (cuda: reserved by PyTorch; cpu: the resident set).
-        peak: largest `held` since `reset_peak`.
-        used: memory of tensors (cuda only).
-        device: memory of the GPU in use by any process (cuda only).
-    """
-
-    held: int
-    peak: int
-    used: int | None = None
-    device: int | None = None
+    held: int  # what no other process can use (cuda: reserved by PyTorch; cpu: the resident set)
+    peak: int  # largest `held` since `reset_peak`
+    used: int | None = None  # memory of tensors (cuda only)
+    device: int | None = None  # memory of the GPU in use by any process (cuda only)
 
 
 def usage(device: torch.device) -> MemoryUsage:

@@ -21,22 +21,14 @@ _NO_COUNTER = b"/tepo-counts-nothing"  # no shared memory has this name
 
 @dataclass(frozen=True)
 class BufferHandle:
-    """The location of a buffer: in a file that a process has open, or in a GPU's memory.
-
-    Attributes:
-        pid: On the CPU: process that has the file open.
-        file: On the CPU: file descriptor in that process.
-        gpu: UUID of the GPU; empty for the CPU.
-        memory: On a GPU: the CUDA IPC handle in hexadecimal digits.
-        offset: On a GPU: bytes from the start of that allocation to the buffer.
-    """
+    """The location of a buffer: in a file that a process has open, or in a GPU's memory."""
 
     nbytes: int
-    pid: int = 0
-    file: int = 0
-    gpu: str = ""
-    memory: str = ""
-    offset: int = 0
+    pid: int = 0  # on the CPU: process that has the file open
+    file: int = 0  # on the CPU: file descriptor in that process
+    gpu: str = ""  # UUID of the GPU; empty for the CPU
+    memory: str = ""  # on a GPU: the CUDA IPC handle in hexadecimal digits
+    offset: int = 0  # on a GPU: bytes from the start of that allocation to the buffer
 
 
 class IpcBuffer(Protocol):

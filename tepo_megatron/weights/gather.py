@@ -39,18 +39,12 @@ _FAULTS = (CheckpointError, RunReplacedError, OSError)  # of an export, on any r
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter of this rank and the HF tensors that it is made of.
+    """One parameter of this rank and the HF tensors that it is made of."""
 
-    Attributes:
-        name: name of the parameter in the whole model.
-        parameter: the parameter, this rank's tensor-parallel shard.
-        hf_names: names of its HF tensors, in the order of the row.
-    """
-
-    name: str
-    parameter: torch.nn.Parameter
+    name: str  # in the whole model
+    parameter: torch.nn.Parameter  # this rank's tensor-parallel shard
     row: WeightMapping
-    hf_names: tuple[str, ...]
+    hf_names: tuple[str, ...]  # names of its HF tensors, in the order of the row
 
     @property
     def of_expert(self) -> bool:

@@ -10,8 +10,8 @@ TESTS = Path(__file__).parents[1]
 # private state of other packages, which offer nothing public instead
 FOREIGN = {
     "_C", "_INNER_TENSORS", "_cdata", "_coalescing_manager", "_compute_loss", "_current_graph_task_id", "_data",
-    "_dummy_wgrads", "_exit", "_fp8_workspaces", "_getframe", "_nnz", "_rebuild_tensor_v2", "_replace", "_scale_inv",
-    "_semlock", "_transpose", "_transpose_invalid", "_utils",
+    "_dummy_wgrads", "_exit", "_fp8_workspaces", "_getframe", "_nnz", "_rank_not_in_group", "_rebuild_tensor_v2", "_replace",
+    "_scale_inv", "_semlock", "_source_rank", "_transpose", "_transpose_invalid", "_utils",
 }  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.platform import gloo, staged_gloo
-from tests.marks import full_but
+from tepo_megatron.platform import gloo
+from tests import staged_gloo
 from tests.parallel.test_collectives import call_collectives
 from tests.worlds import run_world
 
@@ -119,43 +119,16 @@ def test_handles_groups_and_blocking_calls() -> None:
         assert seen["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_the_environment_variable_selects_staging(value: str) -> None:
-    """Megatron-Core gets the staged collectives with TEPO_STAGED_GLOO=1 only."""
+def test_the_ranks_of_cuda_share_the_first_gpu() -> None:
     code = (
-        "import torch.distributed as dist; plain = dist.irecv\n"
-        "from tepo_megatron.platform import activate, staged_gloo\n"
-        "assert activate('cpu') is activate('cpu')\n"
-        "from megatron.core.pipeline_parallel import p2p_communication\n"
-        "print(p2p_communication.torch.distributed.irecv is not plain)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, staged_gloo.VARIABLE: value}, capture_output=True, text=True,
-        timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout.split()[-1] == str(value == "1")
-
-
-@pytest.mark.parametrize("value", full_but([], ["1"], ["0", "1"]))
-def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
-    """The variable selects gloo, GPU 0 for each rank, and staging of device tensors; without it, NCCL and a GPU per rank."""
-    code = (
-        "import torch, torch.distributed as dist; torch.cuda.is_available = lambda: True; plain = dist.all_reduce\n"
-        "from tepo_megatron.platform import activate, staged_gloo\n"
-        "platform = activate('cuda'); assert activate('cuda') is platform\n"
+        "import os, torch, torch.distributed as dist; torch.cuda.is_available = lambda: True; plain = dist.all_reduce\n"
+        "from tests import staged_gloo\n"
+        "platform = staged_gloo.activate_staged('cuda')\n"
         "staged = [staged_gloo.off_host(torch.empty(1, device=d)) for d in ('cpu', 'meta')]\n"
-        "print(platform.backend, platform.device(3), dist.all_reduce is plain, staged)\n"
+        "print(platform.backend, platform.device(int(os.environ['LOCAL_RANK'])), dist.all_reduce is plain, staged)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, staged_gloo.VARIABLE: value}, capture_output=True, text=True,
-        timeout=120, check=True,
+        [sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": "3"}, capture_output=True, text=True, timeout=120,
+        check=True,
     )  # fmt: skip
-    expected = "gloo cuda:0 False [False, True]" if value == "1" else "nccl cuda:3 True [False, True]"
-    assert done.stdout.strip() == expected
-
-
-def test_staging_after_the_import_of_megatron_is_refused() -> None:
-    """The process has imported Megatron-Core already, so `install` is refused."""
-    with pytest.raises(RuntimeError, match="activate first"):
-        staged_gloo.install()
+    assert done.stdout.strip() == "gloo cuda:0 False [False, True]"

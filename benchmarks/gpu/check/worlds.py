@@ -26,9 +26,9 @@ from benchmarks.gpu.check.lines import Check
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import activate
-from tepo_megatron.platform.staged_gloo import VARIABLE
 from tests.parallel import cases
 from tests.processes import call, waiting_ranks
+from tests.staged_gloo import VARIABLE, requested
 
 FIRST_SHARE, SHARE = 0.5, 0.3  # of the time that is left, for the first config, which waits for imports, and for each other
 COLLECTIVE_SECONDS = 120.0
@@ -147,7 +147,8 @@ def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
             continue
         try:
             os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-            backend, timeout = activate(cfg.platform).backend, timedelta(seconds=COLLECTIVE_SECONDS)
+            backend = "gloo" if requested() else activate(cfg.platform).backend
+            timeout = timedelta(seconds=COLLECTIVE_SECONDS)
             own = dist.PrefixStore(f"job{number}", store)  # the keys of an earlier world are still in the store
             dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
             found = cases.train_steps(rank, cfg, batches)

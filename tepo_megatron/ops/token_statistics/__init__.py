@@ -24,18 +24,12 @@ class Coefficients:
     """The coefficients of each row's gradient, all [R], in the type of the arithmetic.
 
     With d = (x_j - top) / temperature, the gradient at column j is (constant + slope d) exp(d), plus `label` if j is the label.
-
-    Attributes:
-        top: Largest logit of the row, over all ranks.
-        constant: Factor of exp(d).
-        slope: Factor of d exp(d). None: the loss does not depend on the entropy.
-        label: Term at the label's column, 0 if another rank owns the label.
     """
 
-    top: Tensor
-    constant: Tensor
-    slope: Tensor | None
-    label: Tensor
+    top: Tensor  # largest logit of the row, over all ranks
+    constant: Tensor  # factor of exp(d)
+    slope: Tensor | None  # factor of d exp(d). None: the loss does not depend on the entropy.
+    label: Tensor  # term at the label's column, 0 if another rank owns the label
 
     def rows(self, rows: slice) -> "Coefficients":
         """Return the coefficients of some rows."""

@@ -68,16 +68,11 @@ class VocabShard:
 
 
 class Normalizer(NamedTuple):
-    """The normalizer of softmax(logits / temperature) over all ranks, with d = (logit - top) / temperature. All [R].
-
-    Attributes:
-        total: sum exp(d).
-        mean: Expectation of d under the softmax.
-    """
+    """The normalizer of softmax(logits / temperature) over all ranks, with d = (logit - top) / temperature. All [R]."""
 
     top: Tensor
-    total: Tensor
-    mean: Tensor
+    total: Tensor  # sum exp(d)
+    mean: Tensor  # expectation of d under the softmax
 
 
 def local_statistics(

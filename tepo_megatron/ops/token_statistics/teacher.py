@@ -25,15 +25,10 @@ CHUNK_BYTES = 2**22  # of each fp32 buffer on the way
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """The teacher's side of some response rows.
+    """The teacher's side of some response rows."""
 
-    Attributes:
-        hidden_R: [R, H], the input of its output layer, the same on every tensor-parallel rank.
-        weight: [W, H], this rank's rows of its output layer's weight, split as the student's.
-    """
-
-    hidden_R: Tensor
-    weight: Tensor
+    hidden_R: Tensor  # [R, H], the input of its output layer, the same on every tensor-parallel rank
+    weight: Tensor  # [W, H], this rank's rows of its output layer's weight, split as the student's
 
 
 class TeacherNormalizer(NamedTuple):

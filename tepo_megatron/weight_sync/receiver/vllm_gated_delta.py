@@ -22,17 +22,11 @@ NORM_EPS = 1e-6  # of the norm of queries and keys, as in transformers
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of one step, one after another in the step's tokens.
+    """The requests of one step, one after another in the step's tokens."""
 
-    Attributes:
-        starts: Index of each request's first token, and the number of tokens.
-        slots_R: Slot of each request in the caches.
-        fresh_R: Whether a request begins here, so that its slot holds another request's state.
-    """
-
-    starts: list[int]
-    slots_R: Tensor
-    fresh_R: Tensor
+    starts: list[int]  # index of each request's first token, and the number of tokens
+    slots_R: Tensor  # slot of each request in the caches
+    fresh_R: Tensor  # whether a request begins here, so that its slot holds another request's state
 
     @classmethod
     def of(cls, metadata: Any) -> "Requests":

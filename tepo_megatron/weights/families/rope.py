@@ -27,16 +27,11 @@ _SECTIONS = {"mrope_section", "mrope_interleaved"}
 
 @dataclass(frozen=True)
 class Rope:
-    """RoPE as a HF config describes it.
-
-    Attributes:
-        table: the rotary frequencies if a scaling changes them; None: the plain ones.
-        percent: part of the channels of a head that are rotated.
-    """
+    """RoPE as a HF config describes it."""
 
     theta: float
-    table: RotaryTable | None
-    percent: float
+    table: RotaryTable | None  # the rotary frequencies if a scaling changes them; None: the plain ones
+    percent: float  # part of the channels of a head that are rotated
 
 
 def read_rope(

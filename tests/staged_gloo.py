@@ -1,8 +1,8 @@
-"""Run collectives on GPU tensors over gloo, staged through host memory. Tests use this to let several ranks share one GPU.
+"""Run collectives on GPU tensors over gloo, staged through host memory, so that several ranks share one GPU.
 
 NCCL refuses two ranks on one GPU, and gloo itself takes GPU tensors only in a few collectives. With TEPO_STAGED_GLOO=1 the
-platform `cuda` therefore uses gloo, and every rank uses GPU 0. Each collective runs in three steps: copy its inputs to host
-memory, run gloo there, copy its outputs back. The code above the collectives is the same as on several GPUs.
+ranks of `tests/processes.py` therefore use gloo, and all of them GPU 0. Each collective runs in three steps: copy its inputs to
+host memory, run gloo there, copy its outputs back. The code above the collectives is the same as on several GPUs.
 
 On the platform `cpu` the same variable stages every tensor. That adds copies and nothing else, and tests this file without a
 GPU: tests/parallel/test_staged_gloo.py.
@@ -15,13 +15,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from tepo_megatron.platform import Platform, PlatformName, activate, gloo
 
 VARIABLE = "TEPO_STAGED_GLOO"
 Staged = Callable[[Tensor], bool]
@@ -73,15 +75,25 @@ def everything(tensor: Tensor) -> bool:
     return True
 
 
-def install(staged: Staged = off_host) -> None:
-    """Replace the collectives in torch.distributed by staged ones, once per process."""
-    if "megatron.core" in sys.modules:
-        raise RuntimeError(f"megatron.core was imported before {VARIABLE}=1 could redirect its collectives; activate first")
-    redirect(staged)
+def activate_staged(name: PlatformName) -> Platform:
+    """Activate a platform whose collectives are staged, once per process and before Megatron-Core is imported.
+
+    Under `cuda` every rank uses GPU 0 and the collectives of `cpu`.
+    """
+    assert "megatron.core" not in sys.modules, "it would keep the collectives that it has imported"
+    if name == "cpu":
+        redirect(everything)
+        return activate(name)
+    platform = activate(name)
+    os.environ["LOCAL_RANK"] = "0"
+    redirect(off_host)
+    gloo.add_uneven_collectives()
+    gloo.shorten_groups_of_one()
+    return replace(platform, backend="gloo")
 
 
 def redirect(staged: Staged) -> None:
-    """Replace the collectives as `install` does. Tests may call it after Megatron-Core was imported."""
+    """Replace the collectives in torch.distributed by staged ones."""
     for name, roles in COLLECTIVES.items():
         setattr(dist, name, _staged(getattr(dist, name), roles, staged, always_async=name in ALWAYS_ASYNC))
     for name in ALWAYS_ASYNC:  # P2POp compares its operator with these
