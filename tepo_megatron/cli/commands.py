@@ -39,7 +39,7 @@ def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def compare(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo compare DIR DIR`."""
-    from tepo_megatron.evaluation.comparing import compare_folders
+    from tepo_megatron.evaluation.folder import compare_folders
 
     compare_folders(args.first, args.second).print()
     return 0
@@ -170,8 +170,8 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
+    from tepo_megatron.evaluation.benchmarks import MODELS
     from tepo_megatron.evaluation.command import EvaluationRequest, run
-    from tepo_megatron.evaluation.published import MODELS
 
     known = ("auto", "all", "none", *MODELS)
     if args.published not in known:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.held_out import sample_and_grade
 from tepo_megatron.evaluation.problems import Problems
-from tepo_megatron.evaluation.runner import sample_and_grade
 from tepo_megatron.grading.answers import last_boxed
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Decode, Reward

@@ -101,7 +101,7 @@ def read_held_out(run: RunRecord) -> HeldOut:
     accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
     if not (run.folder / EVALUATION_FILE).exists():
         return HeldOut(accuracies, None, (), {})
-    from tepo_megatron.evaluation.records import read_scores  # imports torch, which a run without evaluations does not need
+    from tepo_megatron.evaluation.held_out import read_scores  # imports torch, which a run without evaluations does not need
 
     scores, faults = read_scores(run.folder)
     order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))
