@@ -139,11 +139,7 @@ class PairedDifference:
 
 
 def share(means: Sequence[float], samples: int) -> ScoreEstimate:
-    """Return the mean over problems with its errors.
-
-    Raises:
-        ValueError: There are no problems.
-    """
+    """Return the mean over problems with its errors. Raises ValueError if there are no problems."""
     mean, error = statistics.fmean(means), standard_error(means)
     if error is None:
         return ScoreEstimate(mean, None, None, None)
@@ -151,11 +147,7 @@ def share(means: Sequence[float], samples: int) -> ScoreEstimate:
 
 
 def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
-    """Return means - baseline, problem by problem.
-
-    Raises:
-        ValueError: The lists have different lengths or are empty.
-    """
+    """Return means - baseline, problem by problem. Raises ValueError if the lists have different lengths or are empty."""
     changes = [a - b for a, b in zip(means, baseline, strict=True)]
     mean, error = statistics.fmean(changes), standard_error(changes)
     better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
