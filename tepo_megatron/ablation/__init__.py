@@ -19,10 +19,7 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
     """Run `tepo ablate FILE [--key value ...]`; return the exit status, 1 if a run failed.
 
     Everything is checked before the first run starts. A finished run is kept, on the assumption that code, model and data have
-    not changed. KeyboardInterrupt ends the current run and the command.
-
-    Raises:
-        RunStopped: The current run was asked to end.
+    not changed. KeyboardInterrupt ends the current run and the command, as does RunStopped: that run was asked to end.
     """
     plan = read_plan(path, words, check)
     finished = _finished_runs(plan)

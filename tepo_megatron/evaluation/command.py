@@ -44,10 +44,9 @@ class EvaluationRequest:
 
     Attributes:
         checkpoint: Model to evaluate; see `hf_model`.
-        config: YAML file of settings, or None.
-        argv: Command-line settings (`--key value`), which override those of the file.
+        config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file.
         out: Folder to write; None for a folder in `evaluations/` named after the checkpoint.
-        against: Folder of another evaluation to compare with, or None.
+        against: Folder of another evaluation to compare with.
         published: Rows of the paper to print; see `rows_of`.
     """
 

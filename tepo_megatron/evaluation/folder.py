@@ -25,18 +25,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class EvaluationFolder:
-    """One evaluation on disk, to which benchmarks are added one by one.
-
-    Attributes:
-        changes: By benchmark, what differs from the paper's protocol.
-        results: By benchmark, the result.
-    """
+    """One evaluation on disk, to which benchmarks are added one by one."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """Open the folder; nothing is written yet."""
         self.path, self._about = path, dict(about)
+        # each by benchmark
         self._entries: dict[str, Any] = {}
-        self.changes: dict[str, Sequence[str]] = {}
+        self.changes: dict[str, Sequence[str]] = {}  # what differs from the paper's protocol
         self.results: dict[str, Result] = {}
 
     def take_over(self, suite: Sequence[Problems]) -> list[Problems]:
@@ -104,10 +100,7 @@ class EvaluationFolder:
     def add(self, problems: Problems, samples: Sequence[BenchmarkSample]) -> Result:
         """Write the samples of a benchmark, then the record with its result; return the result.
 
-        Each file is replaced atomically.
-
-        Raises:
-            DataError: Problems have different numbers of samples.
+        Each file is replaced atomically. Raises DataError if problems have different numbers of samples.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(samples_file(self.path, problems.name), to_lines(samples))

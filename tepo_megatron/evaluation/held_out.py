@@ -57,12 +57,7 @@ class Accuracy:
 def evaluate(
     engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, *, max_failed_share: float
 ) -> Accuracy:
-    """Sample answers, grade them and return the mean unshaped score.
-
-    Raises:
-        RolloutError: The engine fails, or too many samples were lost.
-        RewardError: The grader fails.
-    """
+    """Sample answers, grade them and return the mean unshaped score. Raises as `sample_and_grade`."""
     found = sample_and_grade(engine, reward, prompts, sampling, seed, what="evaluation", max_failed_share=max_failed_share)
     return accuracy(found)
 
@@ -80,7 +75,8 @@ def sample_and_grade(
     """Return the graded samples by prompt and sample index. Groups are graded while others are still being sampled.
 
     Raises:
-        RolloutError, RewardError: See `evaluate`.
+        RolloutError: The engine fails, or too many samples were lost.
+        RewardError: The grader fails.
     """
     groups = engine.open()
     try:

@@ -52,11 +52,7 @@ class BenchmarkRuns:
     def evaluate(self, step: int, engine: Sampler, reward: Reward, max_failed_share: float) -> Mapping[str, Result]:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
 
-        Benchmarks that the step's folder already holds are not repeated.
-
-        Raises:
-            RolloutError: The engine fails, or too many samples were lost.
-            RewardError: The grader fails.
+        Benchmarks that the step's folder already holds are not repeated. Raises as `sample_and_grade`.
         """
         folder = EvaluationFolder(self.folder(step), {"checkpoint": self.model, "step": step, "seed": self.seed})
         for problems in folder.take_over(self.suite):
@@ -141,12 +137,7 @@ class Evaluations:
     def measure(
         self, step: int, engine: Sampler, reward: Reward, sampling: SamplingParams, *, max_failed_share: float
     ) -> Iterator[str]:
-        """Evaluate the weights of `step`, unless that was done, and yield the results as log lines.
-
-        Raises:
-            RolloutError: The engine fails, or too many samples were lost.
-            RewardError: The grader fails.
-        """
+        """Evaluate the weights of `step`, unless that was done, and yield the results as log lines. Raises as `evaluate`."""
         cfg = self._cfg
         if self._held_out and step not in self._by_step:
             asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)

@@ -81,8 +81,7 @@ def over_problems(by_seed: Mapping[int, Scores]) -> Estimate:
 def paired_difference(run: Mapping[int, Scores], baseline: Mapping[int, Scores]) -> Estimate | None:
     """Return run - baseline, problem by problem, over the seeds that both have; None if they share none.
 
-    Raises:
-        ValueError: The two have different problems.
+    Raises ValueError if the two have different problems.
     """
     common = [seed for seed in run if seed in baseline]
     if not common:
@@ -124,9 +123,7 @@ class PairedDifference:
         mean: Mean over problems of their differences.
         interval: 95 % interval by Student's t, clipped to [-1, 1].
         bootstrap: 95 % interval of `bootstrap_interval`.
-        better: Number of problems that score higher than with the baseline.
-        worse: Number of problems that score lower.
-        sign_test: p-value of `sign_test`.
+        better, worse: Number of problems that score higher, or lower, than with the baseline.
     """
 
     mean: float

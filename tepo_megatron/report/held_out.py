@@ -24,9 +24,7 @@ class ScoreChange:
 
     Attributes:
         interval: 95 % interval over problems; None for one problem.
-        better: Number of problems that score higher.
-        worse: Number of problems that score lower.
-        same: Number of problems with equal scores.
+        better, worse, same: Number of problems that score higher, lower and the same.
     """
 
     mean: float
@@ -49,14 +47,12 @@ class ScoreChange:
 
 @dataclass(frozen=True)
 class HeldOutProblem:
-    """A held-out problem and its scores before and after the run.
+    """A held-out problem.
 
     Attributes:
         number: Row of the dataset, from 0.
-        before: Mean score of its samples before the run.
-        after: Mean score of its samples after the run.
-        text: Prompt; empty if the dataset can no longer be read.
-        answer: Gold answer; empty likewise.
+        before, after: Mean score of its samples before and after the run.
+        text, answer: Prompt and gold answer; empty if the dataset can no longer be read.
     """
 
     number: int

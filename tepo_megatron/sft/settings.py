@@ -26,8 +26,7 @@ _KEPT = {"data": ("template_kwargs", "skip_bad_rows"), "rollout": ("stop_token_i
 def read_tree(path: str, words: list[str]) -> Layers:
     """Read a YAML file on top of its base files, apply the overrides, and leave out what fine-tuning does not use.
 
-    Raises:
-        ConfigError: `sft.data` is not set, or a file or an override cannot be read.
+    Raises ConfigError if `sft.data` is not set, or a file or an override cannot be read.
     """
     layers = read_layers(path)
     for key, value in parse_overrides(words):

@@ -36,12 +36,9 @@ class SampleReader:
         self._model = ""  # whose tokenizer is loaded
 
     def page(self, run: RunRecord, step: int | None, order: str, page: int) -> dict[str, Any]:
-        """Return some samples of a step as JSON.
+        """Return some samples as JSON, of the recorded step that is nearest to `step`. None: of the last one.
 
-        Args:
-            step: The step; the nearest recorded one is read. None: the last one.
-        Raises:
-            DataError: The recording is missing or damaged.
+        Raises DataError if the recording is missing or damaged.
         """
         from tepo_megatron.rollout import record  # imports torch
 
@@ -70,8 +67,7 @@ class SampleReader:
     def tokens(self, run: RunRecord, step: int, place: int, first: int) -> dict[str, Any]:
         """Return the tokens of one sample's response with their numbers, as JSON.
 
-        Raises:
-            DataError: A file is missing or damaged, or has no such sample.
+        Raises DataError if a file is missing or damaged, or has no such sample.
         """
         from tepo_megatron.rollout import record  # imports torch
 

@@ -56,13 +56,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LivePage:
-    """Serves the live page of some runs.
-
-    Args:
-        port: Port to listen on. 0: a free one.
-    Attributes:
-        url: Address of the page with its secret, once it is served.
-    """
+    """Serves the live page of some runs. `port`: 0: a free one. `url`: its address with the secret, once it is served."""
 
     def __init__(self, folders: Sequence[Path], port: int = 0) -> None:
         self._runs = [LiveRun(folder, place) for place, folder in enumerate(folders)]
@@ -216,11 +210,7 @@ def _number(request: web.Request, name: str, default: int | None) -> int | None:
 
 
 async def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until this is cancelled.
-
-    Args:
-        port: Port to listen on. 0: a free one.
-    """
+    """Serve the page until this is cancelled."""
     async with LivePage(folders, port).served() as url:
         say(url)
         await asyncio.Event().wait()
