@@ -100,13 +100,6 @@ def test_the_seed_of_a_run_is_no_word(tmp_path: Path) -> None:
         plan_of(tmp_path, ("--seed", "3"))
 
 
-def test_the_example_is_valid() -> None:
-    plan = read_plan(ROOT / "examples" / "ablation.yaml", [], check)
-    assert list(plan.runs) == ["tepo", "tepo_no_kl", "grpo", "kl_undifferentiated"]
-    assert plan.baseline == "grpo" and plan.file.seeds == [0, 1]
-    assert {cfg.objective.beta for name in ("tepo", "kl_undifferentiated") for cfg in plan.runs[name].values()} == {0.01}
-
-
 def test_the_example_of_precisions_is_valid() -> None:
     """Nothing but the precision differs; what the engine may differ from the trainer is that of bf16."""
     plan = read_plan(ROOT / "examples" / "precision.yaml", [], check)
