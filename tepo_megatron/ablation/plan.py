@@ -69,24 +69,26 @@ class AblationPlan:
     """The runs of an ablation in the order of training: all seeds of the first run, then of the next.
 
     Attributes:
-        baseline: Run that the others are compared with.
         runs: Name -> seed -> complete training config.
-        own: Name -> keys that only this run sets, as in the file.
-        overwrite: Replace finished runs that were made with another config.
     """
 
-    name: str
-    folder: Path
-    baseline: str
-    seeds: tuple[int, ...]
+    file: AblationFile
     runs: Mapping[str, Mapping[int, Config]]
-    own: Mapping[str, Mapping[str, Any]]
-    overwrite: bool
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the results and of all runs."""
+        return Path(self.file.output) / self.file.name
+
+    @property
+    def baseline(self) -> str:
+        """Run that the others are compared with."""
+        return self.file.baseline or next(iter(self.runs))
 
     @property
     def any_config(self) -> Config:
         """One of the configs, for settings that all runs share (model and evaluation)."""
-        return self.runs[self.baseline][self.seeds[0]]
+        return self.runs[self.baseline][self.file.seeds[0]]
 
 
 def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> AblationPlan:
@@ -115,15 +117,7 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
             check(runs[name][file.seeds[0]])
         except TepoError as e:
             raise ConfigError(f"{path}: runs.{name}: {e}") from None
-    plan = AblationPlan(
-        name=file.name,
-        folder=Path(file.output) / file.name,
-        baseline=file.baseline or next(iter(runs)),
-        seeds=tuple(file.seeds),
-        runs=runs,
-        own=file.runs,
-        overwrite=file.overwrite,
-    )
+    plan = AblationPlan(file, runs)
     _check_comparable(plan, path)
     return plan
 
@@ -149,12 +143,11 @@ def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: li
 
 def _check_comparable(plan: AblationPlan, path: str | Path) -> None:
     """Raise ConfigError unless all runs share base model and evaluation: the comparison is made problem by problem."""
-
     expected = _shared_settings(plan.any_config.model, plan.any_config.data, plan.any_config.evaluation)
     if expected["data.eval"] is None:
         raise ConfigError(f"{path}: data.eval is missing: an ablation compares accuracies on held-out problems; give it a file")
     for name, by_seed in plan.runs.items():
-        cfg = by_seed[plan.seeds[0]]
+        cfg = by_seed[plan.file.seeds[0]]
         for key, value in _shared_settings(cfg.model, cfg.data, cfg.evaluation).items():
             if value != expected[key]:
                 raise ConfigError(

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation import Scores, read_evaluation
@@ -27,14 +28,18 @@ class RunOutcome:
     curves: Curves
     scores: Scores
 
+    @classmethod
+    def of(cls, run_dir: Path) -> Self:
+        """Read a finished run. Raises DataError that names the file."""
+        return cls(Curves.of(read_metrics(run_dir)), read_evaluation(run_dir))
+
 
 @dataclass(frozen=True)
 class MethodRow:
     """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded.
 
     Attributes:
-        before: Accuracy before the run.
-        after: Accuracy after the run.
+        before, after: Accuracy before and after the run.
         steps_to_best: Mean over seeds of `steps_to_share_of_best`.
         entropy_at_end: Mean over seeds of the entropy at the end, in nats per token.
         difference: Paired difference of `after` to the baseline's; None for the baseline itself.
@@ -51,19 +56,10 @@ class MethodRow:
     errors: Mapping[int, str]
 
 
-def read_outcome(run_dir: Path) -> RunOutcome:
-    """Read a finished run. Raises DataError that names the file."""
-    return RunOutcome(Curves.of(read_metrics(run_dir)), read_evaluation(run_dir))
-
-
 def rows(
     outcomes: Mapping[str, Mapping[int, RunOutcome]], errors: Mapping[str, Mapping[int, str]], baseline: str
 ) -> list[MethodRow]:
-    """Return one row per run.
-
-    Raises:
-        DataError: Two runs were evaluated on different problems.
-    """
+    """Return one row per run. Raises DataError if two runs were evaluated on different problems."""
     reference = _after(outcomes[baseline])
     try:
         return [_row(name, runs, errors[name], None if name == baseline else reference) for name, runs in outcomes.items()]

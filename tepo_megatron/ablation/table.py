@@ -12,23 +12,15 @@ from tepo_megatron.evaluation.tables import NOTHING, ResultTable
 FILE_WIDTH = 170  # width in characters if the output is no terminal
 
 
-def headings(plan: AblationPlan) -> list[str]:
-    """Return the column headings."""
-    return [
-        "run", "accuracy, % ± SE", "by seed", f"steps to {SHARE_OF_BEST:.0%} of own best", "entropy at end, nats",
-        f"points over {plan.baseline} [95 %]", "over seeds", "",
-    ]  # fmt: skip
-
-
 def cells(plan: AblationPlan, row: MethodRow) -> list[str]:
     """Return the cells of one run."""
     return [
         row.name,
-        NOTHING if row.after is None else with_error(row.after),
+        NOTHING if row.after is None else _with_error(row.after),
         NOTHING if row.after is None else _span(row.after, sign=""),
         NOTHING if row.steps_to_best is None else f"{row.steps_to_best:.1f}",
         NOTHING if row.entropy_at_end is None else f"{row.entropy_at_end:.3f}",
-        NOTHING if row.difference is None else with_interval(row.difference),
+        NOTHING if row.difference is None else _with_interval(row.difference),
         NOTHING if row.difference is None else _over_seeds(row.difference),
         "; ".join([verdict(plan, row), *(f"seed {seed} failed: {_last_line(text)}" for seed, text in row.errors.items())]),
     ]
@@ -51,14 +43,14 @@ def verdict(plan: AblationPlan, row: MethodRow) -> str:
 
 def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     """Return sentences that define every figure and say what it does not include."""
-    cfg, seeds = plan.any_config, ", ".join(map(str, plan.seeds))
+    cfg, seeds = plan.any_config, ", ".join(map(str, plan.file.seeds))
     before = next((row.before for row in table if row.before is not None), None)
     problems = next((row.problems for row in table if row.problems), 0)
     samples = f"{cfg.evaluation.samples} sample{'s' if cfg.evaluation.samples > 1 else ''}"
-    sets = "; ".join(f"{row.name}: {_keys(plan.own[row.name])}" for row in table)
+    sets = "; ".join(f"{row.name}: {_keys(plan.file.runs[row.name])}" for row in table)
     comparisons = len(table) - 1
     said = [
-        f"All runs start from {cfg.model.path}, accuracy {with_error(before) if before else NOTHING}. They differ only in the "
+        f"All runs start from {cfg.model.path}, accuracy {_with_error(before) if before else NOTHING}. They differ only in the "
         f"seed and in the keys that each sets. {sets}.",
         "Runs of one seed share prompts and random numbers: updates that hardly differ give the same samples and figures.",
         f"Accuracy: right answers, {problems} held-out problems x {samples} at temperature {cfg.evaluation.temperature:g}, "
@@ -81,30 +73,25 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     return said
 
 
-def print_table(plan: AblationPlan, table: Sequence[MethodRow]) -> None:
-    """Print the table and its notes to the terminal."""
-    _result_table(plan, table).print()
-
-
-def to_markdown(plan: AblationPlan, table: Sequence[MethodRow]) -> str:
-    """Return the table and its notes in Markdown."""
-    return _result_table(plan, table).markdown(level=1)
-
-
 def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:
     """Return every figure, unrounded, as plain JSON. Accuracies and differences are shares, not percent."""
     return {
-        "name": plan.name,
+        "name": plan.file.name,
         "baseline": plan.baseline,
-        "seeds": list(plan.seeds),
+        "seeds": plan.file.seeds,
         "notes": notes(plan, table),
         "rows": [_record(plan, row) for row in table],
     }
 
 
-def _result_table(plan: AblationPlan, table: Sequence[MethodRow]) -> ResultTable:
+def result_table(plan: AblationPlan, table: Sequence[MethodRow]) -> ResultTable:
+    """Return the table with its notes."""
+    headings = [
+        "run", "accuracy, % ± SE", "by seed", f"steps to {SHARE_OF_BEST:.0%} of own best", "entropy at end, nats",
+        f"points over {plan.baseline} [95 %]", "over seeds", "",
+    ]  # fmt: skip
     rows = [cells(plan, row) for row in table]
-    return ResultTable(plan.name, headings(plan), rows, notes(plan, table), texts=(0, 7), width=FILE_WIDTH, wraps=False)
+    return ResultTable(plan.file.name, headings, rows, notes(plan, table), texts=(0, 7), width=FILE_WIDTH, wraps=False)
 
 
 def _record(plan: AblationPlan, row: MethodRow) -> Mapping[str, Any]:
@@ -122,13 +109,13 @@ def _keys(tree: Mapping[str, Any]) -> str:
     return " ".join(flat)
 
 
-def with_error(estimate: Estimate) -> str:
+def _with_error(estimate: Estimate) -> str:
     """Return a mean in percent ± its standard error."""
     error = "" if estimate.standard_error is None else f" ± {100 * estimate.standard_error:.1f}"
     return f"{100 * estimate.mean:.1f}{error}"
 
 
-def with_interval(estimate: Estimate) -> str:
+def _with_interval(estimate: Estimate) -> str:
     """Return a difference in percentage points with its 95 % interval."""
     interval = estimate.interval
     bounds = "" if interval is None else f" [{100 * interval[0]:+z.1f}, {100 * interval[1]:+z.1f}]"

@@ -20,8 +20,8 @@ def parse_token(text: str) -> tuple[int, int]:
     return int(sequence), int(position)
 
 
-def print_audit(run_dir: Path, step: int, token: str | None) -> int:
-    """Audit a step and print the tables; return the exit status: 1 if something differs.
+def audit_lines(run_dir: Path, step: int, token: str | None) -> tuple[list[str], bool]:
+    """Audit a step; return the lines to print, and whether everything agrees.
 
     Args:
         token: The token to show, SEQUENCE:POSITION. None: the whole step.
@@ -31,13 +31,19 @@ def print_audit(run_dir: Path, step: int, token: str | None) -> int:
     """
     place = None if token is None else parse_token(token)
     audited = audit_step(run_dir, step)
+    lines = step_lines(audited) if place is None else token_lines(audited, *place, _token_names(run_dir))
+    verdict = "everything agrees" if audited.agrees else "training and audit DIFFER, see above"
+    return [*map(escaped, lines), verdict], audited.agrees
+
+
+def print_audit(run_dir: Path, step: int, token: str | None) -> int:
+    """Print what `audit_lines` returns; return the exit status: 1 if something differs."""
+    lines, agrees = audit_lines(run_dir, step, token)
     try:
-        for line in step_lines(audited) if place is None else token_lines(audited, *place, _token_names(run_dir)):
-            print(escaped(line), flush=True)
-        print("everything agrees" if audited.agrees else "training and audit DIFFER, see above", flush=True)
+        print("\n".join(lines), flush=True)
     except BrokenPipeError:  # the reader has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if audited.agrees else 1
+    return 0 if agrees else 1
 
 
 def _token_names(run_dir: Path) -> TokenName:

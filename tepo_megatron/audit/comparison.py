@@ -115,11 +115,7 @@ class AuditedStep:
 
 
 def audit_step(run: Path, step: int) -> AuditedStep:
-    """Compute the loss of every token of a step again.
-
-    Raises:
-        DataError: The run kept too little, or its records are damaged.
-    """
+    """Compute the loss of every token of a step again. Raises DataError if the run kept too little, or damaged records."""
     folder = step_folder(run, step)
     batch = read_batch(folder)
     if batch.updates < 1:

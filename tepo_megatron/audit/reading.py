@@ -75,6 +75,12 @@ class AuditBatch:
         """Return the sequences of the same prompt."""
         return np.flatnonzero(self.prompt_ids_B == self.prompt_ids_B[sequence])
 
+    def sequence_of(self, prompt: int, token_ids: Array, place: int) -> int | None:
+        """Return the index of the sequence with these tokens, of several the one at `place`; None if there is none."""
+        alike = np.flatnonzero((self.prompt_ids_B == prompt) & (self.lengths_B == len(token_ids))).tolist()
+        same = [s for s in alike if np.array_equal(self.token_ids_L[self.sequence_L == s], token_ids)]
+        return min(same, key=lambda s: s != place, default=None)
+
 
 @dataclass(frozen=True)
 class AuditUpdate:

@@ -37,7 +37,7 @@ def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def compare(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo compare DIR DIR`."""
-    from tepo_megatron.evaluation.comparing import compare_folders
+    from tepo_megatron.evaluation.folder import compare_folders
 
     compare_folders(args.first, args.second).print()
     return 0
@@ -172,8 +172,8 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
+    from tepo_megatron.evaluation.benchmarks import MODELS
     from tepo_megatron.evaluation.command import EvaluationRequest, run
-    from tepo_megatron.evaluation.published import MODELS
 
     known = ("auto", "all", "none", *MODELS)
     if args.published not in known:

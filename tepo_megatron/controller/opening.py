@@ -24,8 +24,7 @@ from tepo_megatron.data import (
 )
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import load_benchmarks
-from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
-from tepo_megatron.evaluation.run_evaluations import Evaluations
+from tepo_megatron.evaluation.run_evaluations import BenchmarkRuns, Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
 from tepo_megatron.inference.model_checks import replayed_routing

@@ -1,6 +1,5 @@
 """Evaluation: accuracies on held-out problems and benchmarks, with their standard errors."""
 
-from tepo_megatron.evaluation.records import EVALUATION_FILE, Scores, read_evaluation, write_evaluation
-from tepo_megatron.evaluation.runner import Accuracy, evaluate
+from tepo_megatron.evaluation.held_out import EVALUATION_FILE, Accuracy, Scores, evaluate, read_evaluation, write_evaluation
 
 __all__ = ["EVALUATION_FILE", "Accuracy", "Scores", "evaluate", "read_evaluation", "write_evaluation"]

@@ -1,7 +1,8 @@
 """`tepo evaluate`: evaluate a model on benchmarks, with an engine started for it or on running servers."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -10,13 +11,10 @@ from tepo_megatron.config import AnswerTermConfig, Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions, tokenizer_digests
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS
-from tepo_megatron.evaluation.checkpoint import hf_model, weights_digest
-from tepo_megatron.evaluation.comparing import compare_folders
-from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, read_record
+from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of
+from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, compare_folders, read_record
 from tepo_megatron.evaluation.problems import Problems, load_benchmarks
-from tepo_megatron.evaluation.published import rows_of
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import figures, paper_table
 from tepo_megatron.inference.engine import RolloutEngine
@@ -26,6 +24,7 @@ from tepo_megatron.inference.servers.served_model import check_cache
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import open_sampler
+from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.fit import check_positions
 
@@ -44,12 +43,11 @@ class EvaluationRequest:
     """Arguments of `tepo evaluate`.
 
     Attributes:
-        checkpoint: Model to evaluate; see `checkpoint.hf_model`.
-        config: YAML file of settings, or None.
-        argv: Command-line settings (`--key value`), which override those of the file.
+        checkpoint: Model to evaluate; see `hf_model`.
+        config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file.
         out: Folder to write; None for a folder in `evaluations/` named after the checkpoint.
-        against: Folder of another evaluation to compare with, or None.
-        published: Rows of the paper to print; see `published.rows_of`.
+        against: Folder of another evaluation to compare with.
+        published: Rows of the paper to print; see `rows_of`.
     """
 
     checkpoint: Path
@@ -169,3 +167,64 @@ def _description(problems: Problems) -> str:
     how = f"temperature {entry.temperature:g}" if entry.temperature else "greedy"
     size = f"{len(problems.prompts)} problems x {entry.samples}"
     return f"{size}, {how}, up to {problems.max_tokens} tokens, of {problems.source}"
+
+
+@contextlib.contextmanager
+def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator[Path]:
+    """Yield a Hugging Face directory of the model.
+
+    This is `path` itself, the `hf` folder in it (of a run, or of a checkpoint saved with checkpoint.hf), or the result of
+    converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit.
+
+    Raises:
+        CheckpointError: Something is missing, which the message names; or as `weights.convert.exporting`.
+    """
+    for folder in (path, path / "hf"):
+        if is_model(folder):
+            yield folder
+            return
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such directory; give a Hugging Face model, a run, or a Megatron checkpoint "
+            "(`hf download REPO --local-dir DIR` fetches a model)"
+        )
+    from tepo_megatron.convert.places import megatron_directory
+
+    checkpoint = megatron_directory(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    if not (checkpoint / ".metadata").exists():
+        raise CheckpointError(
+            f"{checkpoint}: neither a Hugging Face model (config.json and *.safetensors) nor a Megatron checkpoint (.metadata)"
+        )
+    if is_model(checkpoint / "hf"):
+        yield checkpoint / "hf"
+        return
+    with PrivateFolder.create("converted", scratch) as converted:
+        tell(f"{checkpoint} is converted to a Hugging Face model")
+        _convert(checkpoint, converted.path / "hf")
+        yield converted.path / "hf"
+
+
+def is_model(folder: Path) -> bool:
+    """Return whether the folder holds a config and weights."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of the weights in a Hugging Face directory, whose files it reads once."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def _convert(checkpoint: Path, out: Path) -> None:
+    """Convert the checkpoint on the CPU, even if the machine has a GPU."""
+    from tepo_megatron.platform import activate
+    from tepo_megatron.utils.quiet import quiet_upstream
+
+    quiet_upstream()
+    activate("cpu")
+    from tepo_megatron.convert.exporting import export_hf
+
+    export_hf(checkpoint, out)

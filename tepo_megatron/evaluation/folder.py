@@ -1,4 +1,7 @@
-"""The folder of an evaluation: `evaluation.json` (protocols and results), `NAME.jsonl` (every sample), `evaluation.md`."""
+"""The folder of an evaluation, and the comparison of two.
+
+It has `evaluation.json` (protocols and results), `NAME.jsonl` (every sample) and `evaluation.md`.
+"""
 
 import dataclasses
 import json
@@ -9,9 +12,11 @@ from typing import Any
 
 from tepo_megatron.data.stream import fingerprint
 from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.problems import Problems
-from tepo_megatron.evaluation.results import Result, result
-from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, to_lines
+from tepo_megatron.evaluation.results import Result, compare, result
+from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, read_samples, to_lines
+from tepo_megatron.evaluation.tables import ResultTable, comparison
 from tepo_megatron.utils.atomic import replace_file
 
 RECORD_FILE = "evaluation.json"
@@ -20,18 +25,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class EvaluationFolder:
-    """One evaluation on disk, to which benchmarks are added one by one.
-
-    Attributes:
-        changes: By benchmark, what differs from the paper's protocol.
-        results: By benchmark, the result.
-    """
+    """One evaluation on disk, to which benchmarks are added one by one."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """Open the folder; nothing is written yet."""
         self.path, self._about = path, dict(about)
+        # each by benchmark
         self._entries: dict[str, Any] = {}
-        self.changes: dict[str, Sequence[str]] = {}
+        self.changes: dict[str, Sequence[str]] = {}  # what differs from the paper's protocol
         self.results: dict[str, Result] = {}
 
     def take_over(self, suite: Sequence[Problems]) -> list[Problems]:
@@ -99,10 +100,7 @@ class EvaluationFolder:
     def add(self, problems: Problems, samples: Sequence[BenchmarkSample]) -> Result:
         """Write the samples of a benchmark, then the record with its result; return the result.
 
-        Each file is replaced atomically.
-
-        Raises:
-            DataError: Problems have different numbers of samples.
+        Each file is replaced atomically. Raises DataError if problems have different numbers of samples.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(samples_file(self.path, problems.name), to_lines(samples))
@@ -146,3 +144,57 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("benchmarks"), dict):
         raise DataError(f"{path}: not the record of an evaluation; give a folder that tepo evaluate wrote")
     return record
+
+
+def compare_folders(ours: Path, theirs: Path) -> ResultTable:
+    """Return a table of the first evaluation minus the second, for every benchmark that both have.
+
+    Raises:
+        DataError: The evaluations have no benchmark or problem in common, differ in their problems, or cannot be read.
+    """
+    records = [read_record(folder)["benchmarks"] for folder in (ours, theirs)]
+    names = [name for name in BENCHMARKS if all(name in record for record in records)]
+    if not names:
+        each = "; ".join(f"{folder}: {', '.join(r) or 'none'}" for folder, r in zip((ours, theirs), records, strict=True))
+        raise DataError(f"the two evaluations have no benchmark in common ({each}); evaluate both on one")
+    found, incomplete = {}, []
+    for name in names:
+        pair = [read_samples(samples_file(folder, name)) for folder in (ours, theirs)]
+        damaged = [
+            folder
+            for folder, record, samples in zip((ours, theirs), records, pair, strict=True)
+            if len(samples) < _samples_of(record[name])
+        ]
+        if damaged:
+            pair = _common(pair, name)
+            rest = f"of the others samples are missing in {' and '.join(map(str, damaged))}"
+            count = len({sample.problem for sample in pair[0]})
+            incomplete.append(f"{BENCHMARKS[name].title}: compared on the {count} problems that both have; {rest}.")
+        found[name] = compare(pair[0], pair[1], name)
+    grid = comparison(str(ours), str(theirs), found)
+    return ResultTable(grid.title, grid.headings, grid.rows, [*grid.notes, *incomplete, *_differing(names, records)])
+
+
+def _samples_of(entry: dict[str, Any]) -> int:
+    """Return how many samples a benchmark had when it was recorded."""
+    protocol = entry.get("protocol", {})
+    return int(protocol.get("problems", 0)) * int(protocol.get("samples", 0))
+
+
+def _common(pair: Sequence[Sequence[BenchmarkSample]], name: str) -> list[list[BenchmarkSample]]:
+    """Return the samples of the problems that both evaluations have. Raises DataError if there are none."""
+    first, second = ({sample.problem for sample in samples} for samples in pair)
+    if not first & second:
+        raise DataError(f"{name}: the two evaluations have no problem in common; make the damaged one again")
+    return [[sample for sample in samples if sample.problem in first & second] for samples in pair]
+
+
+def _differing(names: list[str], records: list[dict]) -> list[str]:
+    """Return one sentence per benchmark whose two protocols differ, naming the differing keys."""
+    said = []
+    for name in names:
+        a, b = (record[name]["protocol"] for record in records)
+        keys = [key for key in {**a, **b} if key != "source" and a.get(key) != b.get(key)]
+        if keys:
+            said.append(f"{BENCHMARKS[name].title}: the two runs also differ in {', '.join(keys)}.")
+    return said

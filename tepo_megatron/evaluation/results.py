@@ -37,8 +37,7 @@ class BenchmarkComparison:
     """Comparison of two runs on one benchmark.
 
     Attributes:
-        ours: Mean score of the first run, in [0, 1].
-        theirs: Mean score of the second run.
+        ours, theirs: Mean score of the first and the second run, in [0, 1].
         difference: First minus second, paired by problem.
         gained: Problems of which most samples are right in the first run, but not in the second. Half of the samples is not
             most.
@@ -86,11 +85,7 @@ def scores(samples: Sequence[BenchmarkSample]) -> dict[int, float]:
 
 
 def compare(ours: Sequence[BenchmarkSample], theirs: Sequence[BenchmarkSample], name: str) -> BenchmarkComparison:
-    """Return the first run minus the second, problem by problem.
-
-    Raises:
-        DataError: The two runs do not have the same problems and gold answers.
-    """
+    """Return the first run minus the second. Raises DataError unless they have the same problems and gold answers."""
     a, b = scores(ours), scores(theirs)
     golds_a, golds_b = ({s.problem: s.gold for s in samples} for samples in (ours, theirs))
     if golds_a != golds_b:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.held_out import sample_and_grade
 from tepo_megatron.evaluation.problems import Problems
-from tepo_megatron.evaluation.runner import sample_and_grade
 from tepo_megatron.grading.answers import last_boxed
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Decode, WeightedReward
@@ -56,10 +56,7 @@ def sample_benchmark(
     """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
 
     They depend only on (weights, protocol, seed), and the random numbers that they use affect nothing else.
-
-    Raises:
-        RolloutError: The engine fails, or too many samples were lost.
-        RewardError: The grader fails.
+    Raises as `sample_and_grade`.
     """
     sampling = problems.sampling(stop_token_ids)
     rollouts = sample_and_grade(

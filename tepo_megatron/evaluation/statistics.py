@@ -81,8 +81,7 @@ def over_problems(by_seed: Mapping[int, Scores]) -> Estimate:
 def paired_difference(run: Mapping[int, Scores], baseline: Mapping[int, Scores]) -> Estimate | None:
     """Return run - baseline, problem by problem, over the seeds that both have; None if they share none.
 
-    Raises:
-        ValueError: The two have different problems.
+    Raises ValueError if the two have different problems.
     """
     common = [seed for seed in run if seed in baseline]
     if not common:
@@ -124,9 +123,7 @@ class PairedDifference:
         mean: Mean over problems of their differences.
         interval: 95 % interval by Student's t, clipped to [-1, 1].
         bootstrap: 95 % interval of `bootstrap_interval`.
-        better: Number of problems that score higher than with the baseline.
-        worse: Number of problems that score lower.
-        sign_test: p-value of `sign_test`.
+        better, worse: Number of problems that score higher, or lower, than with the baseline.
     """
 
     mean: float
@@ -139,11 +136,7 @@ class PairedDifference:
 
 
 def share(means: Sequence[float], samples: int) -> ScoreEstimate:
-    """Return the mean over problems with its errors.
-
-    Raises:
-        ValueError: There are no problems.
-    """
+    """Return the mean over problems with its errors. Raises ValueError if there are no problems."""
     mean, error = statistics.fmean(means), standard_error(means)
     if error is None:
         return ScoreEstimate(mean, None, None, None)
@@ -151,11 +144,7 @@ def share(means: Sequence[float], samples: int) -> ScoreEstimate:
 
 
 def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
-    """Return means - baseline, problem by problem.
-
-    Raises:
-        ValueError: The lists have different lengths or are empty.
-    """
+    """Return means - baseline, problem by problem. Raises ValueError if the lists have different lengths or are empty."""
     changes = [a - b for a, b in zip(means, baseline, strict=True)]
     mean, error = statistics.fmean(changes), standard_error(changes)
     better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)

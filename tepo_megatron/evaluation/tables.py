@@ -7,8 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS
-from tepo_megatron.evaluation.published import COLUMNS, PublishedRow
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, PublishedRow
 from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
 from tepo_megatron.utils.escaping import escaped

@@ -14,11 +14,12 @@ import os
 import shutil
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.tracer import ClockOffset, Recording, Span
@@ -39,29 +40,11 @@ class TracePart:
     step: int
     recording: Recording
     offset: ClockOffset
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
+    host: str = ""  # set when it is written
+    pid: int = 0
 
-    def to_json(self) -> bytes:
-        """Return the content of its file."""
-        values = {
-            **vars(self),
-            "recording": {**vars(self.recording), "spans": [list(_values(s)) for s in self.recording.spans]},
-        }
-        return json.dumps(values, separators=(",", ":")).encode()
 
-    @classmethod
-    def from_json(cls, data: bytes) -> Self:
-        """Return the part in a file. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
-        found = json.loads(data)
-        recording = found.pop("recording")
-        spans = [Span(*row) for row in recording.pop("spans")]
-        if any(type(s.start) is not int or type(s.end) not in (int, type(None)) for s in spans):
-            raise TypeError("a span without times")
-        made = cls(**found | {"recording": Recording(spans=spans, **recording), "offset": ClockOffset(*found["offset"])})
-        if {type(x) for x in (made.order, made.step, made.recording.begun, *made.offset)} != {int}:
-            raise TypeError("no number of the step")
-        return made
+_PART_FORMAT: TypeAdapter[TracePart] = TypeAdapter(TracePart)
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -88,7 +71,9 @@ def write_part(run_dir: Path, part: TracePart) -> None:
     """Write what a process recorded."""
     folder = step_folder(run_dir, part.step)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / _file_name(part.process), part.to_json(), durable=False)
+    placed = replace(part, host=socket.gethostname(), pid=os.getpid())
+    content = _PART_FORMAT.dump_json(placed, exclude_defaults=True)  # most spans have no more than a name, a row and times
+    replace_file(folder / _file_name(part.process), content, durable=False)
 
 
 def part_paths(run_dir: Path, step: int, expected: Sequence[str]) -> set[Path]:
@@ -107,8 +92,8 @@ def read_parts(run_dir: Path, step: int, expected: Sequence[str] = ()) -> list[T
     parts = []
     for path in sorted(part_paths(run_dir, step, expected)):
         try:
-            parts.append(TracePart.from_json(path.read_bytes()))
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            parts.append(_PART_FORMAT.validate_json(path.read_bytes(), strict=True))
+        except ValidationError as e:
             raise DataError(f"{path}: not a part of a trace ({e!r}); remove it to merge the others") from None
     if not parts:
         raise DataError(f"{step_folder(run_dir, step)}: no process has left its part of a trace; trace another step")
@@ -119,7 +104,8 @@ def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path,
     """Merge what the processes recorded of a step. Return the path of the trace, and the processes that are missing."""
     parts, path = read_parts(run_dir, step, expected), trace_path(run_dir, step)
     missing = [name for name in expected if name not in {part.process for part in parts}]
-    replace_file(path, gzip.compress(_encoded(chrome_trace(parts)), _COMPRESSION), durable=False)
+    content = json.dumps(chrome_trace(parts), separators=(",", ":")).encode()
+    replace_file(path, gzip.compress(content, _COMPRESSION), durable=False)
     if not missing:
         shutil.rmtree(step_folder(run_dir, step))
     return path, missing
@@ -229,13 +215,6 @@ def in_lanes(spans: Iterable[Span]) -> list[tuple[int, Span]]:
         lanes[place].append((end, nests))
         placed += [(place, span) for span in sorted(unit, key=lambda s: (s.start, -_duration(s)))]
     return sorted(placed, key=lambda each: (each[1].start, -_duration(each[1])))
-
-
-_values = attrgetter(*Span.__slots__)
-
-
-def _encoded(trace: Mapping[str, Any]) -> bytes:
-    return json.dumps(trace, separators=(",", ":")).encode()
 
 
 def _start(unit: Sequence[Span]) -> int:

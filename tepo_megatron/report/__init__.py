@@ -48,11 +48,7 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
 
 
 def write_page(page: Path, text: str) -> Path:
-    """Replace `page` atomically; return its path.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Replace `page` atomically; return its path. Raises ConfigError if the file cannot be written."""
     try:
         replace_file(page, text.encode())
     except OSError as e:

@@ -24,9 +24,7 @@ class ScoreChange:
 
     Attributes:
         interval: 95 % interval over problems; None for one problem.
-        better: Number of problems that score higher.
-        worse: Number of problems that score lower.
-        same: Number of problems with equal scores.
+        better, worse, same: Number of problems that score higher, lower and the same.
     """
 
     mean: float
@@ -49,14 +47,12 @@ class ScoreChange:
 
 @dataclass(frozen=True)
 class HeldOutProblem:
-    """A held-out problem and its scores before and after the run.
+    """A held-out problem.
 
     Attributes:
         number: Row of the dataset, from 0.
-        before: Mean score of its samples before the run.
-        after: Mean score of its samples after the run.
-        text: Prompt; empty if the dataset can no longer be read.
-        answer: Gold answer; empty likewise.
+        before, after: Mean score of its samples before and after the run.
+        text, answer: Prompt and gold answer; empty if the dataset can no longer be read.
     """
 
     number: int
@@ -101,7 +97,7 @@ def read_held_out(run: RunRecord) -> HeldOut:
     accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
     if not (run.folder / EVALUATION_FILE).exists():
         return HeldOut(accuracies, None, (), {})
-    from tepo_megatron.evaluation.records import read_scores  # imports torch, which a run without evaluations does not need
+    from tepo_megatron.evaluation.held_out import read_scores  # imports torch, which a run without evaluations does not need
 
     scores, faults = read_scores(run.folder)
     order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))

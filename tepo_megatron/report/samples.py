@@ -21,13 +21,7 @@ MOST_CHANGED = 3  # prompts shown
 
 @dataclass(frozen=True)
 class ReportSample:
-    """One response to show.
-
-    Attributes:
-        title: The reason for which the response is shown.
-        facts: Facts in a few words each.
-        prompt: Prompt to show; empty if it is not shown.
-    """
+    """One response to show, under the reason for which it is shown. `prompt`: empty if it is not shown."""
 
     title: str
     right: bool
@@ -138,11 +132,7 @@ def _of_prompt(
 
 
 def sample_of(title: str, rollout: "Rollout", tokenizer: "PreTrainedTokenizerBase | None") -> ReportSample:
-    """Return a rollout as text with its facts.
-
-    Args:
-        tokenizer: The model's tokenizer. None: token ids are shown.
-    """
+    """Return a rollout as text with its facts. Without a tokenizer token ids are shown."""
     prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)
     mean_logprob = rollout.rollout_logprobs_L[rollout.response_mask_L].mean().item() if rollout.response_length else 0.0
     facts = [

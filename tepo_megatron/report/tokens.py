@@ -40,7 +40,6 @@ class TokenSample:
     """One response with its tokens.
 
     Attributes:
-        facts: Facts in a few words each.
         left_out: Number of tokens after these.
         numbers: For `page.js`: `names` of the terms; for each token the title `place` and for each update its number, and
             (index of the name, what training used, what the audit computed or "") of each term.
@@ -61,7 +60,6 @@ class TokenPanel:
 
     Attributes:
         samples: The sequences that weigh most in the loss.
-        notes: Sentences about what is missing and why.
     """
 
     summary: Sequence[str]

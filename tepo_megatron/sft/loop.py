@@ -28,8 +28,7 @@ from tepo_megatron.observability.sinks import Column, RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.sft.conversations import Demonstration, load_all
-from tepo_megatron.sft.plan import TrainingPlan
-from tepo_megatron.sft.settings import CROSS_ENTROPY
+from tepo_megatron.sft.settings import CROSS_ENTROPY, TrainingPlan
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.save_requests import STOP, answer_stop, answer_trace, asked, take_trace

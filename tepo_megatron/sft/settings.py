@@ -1,4 +1,4 @@
-"""The config and the loss of supervised fine-tuning.
+"""The config, the loss and the order of the conversations of supervised fine-tuning.
 
 The masked cross-entropy, averaged over the learned tokens of an update, is REINFORCE with advantage 1 at temperature 1: its
 loss is -log p of each token. So the same code computes it, with the same collectives, as an RL loss.
@@ -6,13 +6,17 @@ loss is -log p of each token. So the same code computes it, with the same collec
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tepo_megatron.config import SftConfig, TrainingConfig
 from tepo_megatron.config.io import parse_overrides, read_layers, set_key
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import Objective
+from tepo_megatron.utils.seeding import derive_seed
 
 CROSS_ENTROPY = Objective(ratio="none", surrogate="reinforce", aggregate="token_mean")
 _OF_RL = ("rollout", "reward", "objective", "sync", "evaluation")
@@ -22,8 +26,7 @@ _KEPT = {"data": ("template_kwargs", "skip_bad_rows"), "rollout": ("stop_token_i
 def read_tree(path: str, words: list[str]) -> Layers:
     """Read a YAML file on top of its base files, apply the overrides, and leave out what fine-tuning does not use.
 
-    Raises:
-        ConfigError: `sft.data` is not set, or a file or an override cannot be read.
+    Raises ConfigError if `sft.data` is not set, or a file or an override cannot be read.
     """
     layers = read_layers(path)
     for key, value in parse_overrides(words):
@@ -58,3 +61,38 @@ def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
         )
     made["checkpoint"] = (made.get("checkpoint") or {}) | {"keep_best": False}
     return made
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Which conversations each update learns from. The order depends on the seed alone, so a resume needs a step alone.
+
+    Attributes:
+        per_update: Conversations of an update; the last one of a pass may have fewer.
+        epochs: Passes over the conversations, each in another order.
+        limit: Most updates; None: no limit.
+    """
+
+    conversations: int
+    per_update: int
+    epochs: int
+    limit: int | None
+    seed: int
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Return the number of updates of a whole pass."""
+        return -(-self.conversations // self.per_update)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of updates of the run."""
+        every = self.epochs * self.updates_per_epoch
+        return every if self.limit is None else min(self.limit, every)
+
+    def indices(self, step: int) -> list[int]:
+        """Return the conversations of an update."""
+        epoch, update = divmod(step - 1, self.updates_per_epoch)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "sft", epoch))
+        order = torch.randperm(self.conversations, generator=generator).tolist()
+        return order[update * self.per_update : (update + 1) * self.per_update]

@@ -64,8 +64,8 @@ def test_a_run_killed_during_benchmarks_ends_like_an_undisturbed_one(model: Path
     straight, files = run("straight")
     killed, files_after = run(
         "killed",
-        Kill("tepo_megatron.evaluation.run_benchmarks:sample_benchmark", call=2),  # before the first step
-        Kill("tepo_megatron.evaluation.run_benchmarks:sample_benchmark", step=4, after=True),
+        Kill("tepo_megatron.evaluation.run_evaluations:sample_benchmark", call=2),  # before the first step
+        Kill("tepo_megatron.evaluation.run_evaluations:sample_benchmark", step=4, after=True),
         Kill("tepo_megatron.evaluation.folder:replace_file", step=5, call=2),  # samples are there, and no record of them
         every=3,
         asynchronous=False,

@@ -60,7 +60,7 @@ def updates(rank: int, cfg: Config) -> list[dict[str, Any]]:
     from tepo_megatron.controller.batch_memory import BatchMemory
     from tepo_megatron.controller.batch_receiver import BatchReceiver
     from tepo_megatron.sft.loop import ConversationSource
-    from tepo_megatron.sft.plan import TrainingPlan
+    from tepo_megatron.sft.settings import TrainingPlan
 
     plan = TrainingPlan(len(LENGTHS), cfg.sft.batch_sequences, 1, None, cfg.seed)
     actor = open_actor(cfg)
@@ -92,7 +92,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(model: Path) -> tuple[reference.Step, ...]:
-    from tepo_megatron.sft.plan import TrainingPlan
+    from tepo_megatron.sft.settings import TrainingPlan
 
     plan = TrainingPlan(len(LENGTHS), 6, 1, None, 0)
     assert plan.steps == 2 and [len(plan.indices(step)) for step in (1, 2)] == [6, 4]

@@ -185,7 +185,7 @@ def _damaged(data: bytes, what: str) -> bytes:
 
 @pytest.mark.parametrize("what", ["cut", "removed", "doubled", "garbage", "windows", "empty"])
 def test_scores_of_an_evaluation(what: str, tmp_path: Path) -> None:
-    from tepo_megatron.evaluation.records import EVALUATION_FILE, read_scores, write_evaluation
+    from tepo_megatron.evaluation.held_out import EVALUATION_FILE, read_scores, write_evaluation
 
     measured = _accuracy({p: p / 4 for p in range(4)})
     path = write_evaluation(tmp_path, measured, measured)
@@ -199,7 +199,7 @@ def test_scores_of_an_evaluation(what: str, tmp_path: Path) -> None:
 def _accuracy(scores: dict[int, float]) -> Any:
     import torch
 
-    from tepo_megatron.evaluation.runner import accuracy
+    from tepo_megatron.evaluation.held_out import accuracy
     from tepo_megatron.types import Rollout
 
     return accuracy(

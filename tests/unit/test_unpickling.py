@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from tepo_megatron.checkpoint.restoring import SliceReader as ResumeReader
 from tepo_megatron.convert.dist_reader import DistCheckpointReader as ConversionReader
 from tepo_megatron.errors import CheckpointError
-from tepo_megatron.evaluation.checkpoint import hf_model
+from tepo_megatron.evaluation.command import hf_model
 from tepo_megatron.utils.restricted_pickle import METADATA, load_metadata, restricted_loading
 
 PACKAGE = Path(__file__).parents[2] / "tepo_megatron"

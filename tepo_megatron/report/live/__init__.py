@@ -1,9 +1,7 @@
 """`tepo watch`: the report's panels of runs that are under way, on a page that the loopback interface serves.
 
-columns.py     follow metrics.jsonl
 run.py         one run
 samples.py     its samples and their tokens
-auditing.py    `tepo audit` of one token
 server.py      the HTTP server
 """
 

@@ -15,10 +15,10 @@ from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
 from tepo_megatron.report.curves import BUCKETS, Curves
 from tepo_megatron.report.figures import NOTHING, table
-from tepo_megatron.report.live.columns import MetricsTail
 from tepo_megatron.report.panels import sections
 from tepo_megatron.report.run import RunRecord, Summary, facts, read_summary
 from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.records import parse_lines, steps_of
 
 _SERVER = "server/"  # first part of the keys that a step records of its servers
 _STATES = {1.0: "up", 0.0: "lost"}
@@ -33,28 +33,28 @@ class LiveRun:
     """
 
     def __init__(self, folder: Path, place: int) -> None:
-        self.folder, self.version, self.curves = folder, 0, MetricsTail(folder).curves()
-        self._place, self._tail = place, MetricsTail(folder)
+        self.folder, self.version, self.curves = folder, 0, Curves.of([])
+        self._place, self._thinned = place, self.curves
         self._stamps: tuple[_Stamp, ...] = ()
         self._cfg: Config | None = None
         self._summary: Summary | None = None
         self._notes: list[str] = []
-        self._thinned = self.curves
 
     def refresh(self) -> None:
         """Read what the run has written since the last call."""
-        stamps = tuple(_stamp(self.folder / name) for name in ("config.yaml", "summary.json"))
-        settings = stamps != self._stamps or not self.version
-        if settings:
-            self._stamps = stamps
-            self._read_settings()
-        if self._tail.read() or settings:
-            self.curves = self._tail.curves()
-            self._thinned = self.curves.thinned()
-            self.version += 1
+        stamps = tuple(_stamp(self.folder / name) for name in ("config.yaml", "summary.json", METRICS_FILE))
+        if stamps != self._stamps:
+            self._stamps, self.version = stamps, self.version + 1
+            self._read()
 
-    def _read_settings(self) -> None:
+    def _read(self) -> None:
         self._cfg, self._summary, self._notes = None, None, []
+        path = self.folder / METRICS_FILE
+        data = path.read_bytes() if path.exists() else b""
+        found = steps_of(parse_lines(data[: data.rfind(b"\n") + 1]))  # a line without its end is still being written
+        self.curves = Curves.of(found.records)
+        self._thinned = self.curves.thinned()
+        self._notes += [f"{METRICS_FILE}: {fault}." for fault in found.faults]
         try:
             self._cfg = load_config(self.folder / "config.yaml")
             self._summary = read_summary(self.folder / "summary.json")
@@ -80,8 +80,6 @@ class LiveRun:
     def plain(self) -> dict[str, Any]:
         """Return what the page shows of this run, as JSON."""
         whole, thinned, notes = self.record(self.curves), self.thinned, list(self._notes)
-        if self._tail.unreadable:
-            notes.append(f"{METRICS_FILE}: {self._tail.unreadable} lines cannot be read.")
         if whole is None and not notes:
             notes.append("No step has been recorded yet.")
         if len(self._thinned.steps) < len(self.curves.steps):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tepo_megatron.audit.reading import read_batch, read_update
 from tepo_megatron.observability.run_dir import audit_folder
 from tepo_megatron.report.chart import rounded
 from tepo_megatron.report.run import RunRecord
@@ -35,12 +36,9 @@ class SampleReader:
         self._model = ""  # whose tokenizer is loaded
 
     def page(self, run: RunRecord, step: int | None, order: str, page: int) -> dict[str, Any]:
-        """Return some samples of a step as JSON.
+        """Return some samples as JSON, of the recorded step that is nearest to `step`. None: of the last one.
 
-        Args:
-            step: The step; the nearest recorded one is read. None: the last one.
-        Raises:
-            DataError: The recording is missing or damaged.
+        Raises DataError if the recording is missing or damaged.
         """
         from tepo_megatron.rollout import record  # imports torch
 
@@ -69,8 +67,7 @@ class SampleReader:
     def tokens(self, run: RunRecord, step: int, place: int, first: int) -> dict[str, Any]:
         """Return the tokens of one sample's response with their numbers, as JSON.
 
-        Raises:
-            DataError: A file is missing or damaged, or has no such sample.
+        Raises DataError if a file is missing or damaged, or has no such sample.
         """
         from tepo_megatron.rollout import record  # imports torch
 
@@ -95,15 +92,17 @@ class SampleReader:
         folder = audit_folder(run.folder, step)
         if not folder.is_dir():
             return None, {}, KEEP_TOKENS
-        from tepo_megatron.audit.slices import find_sequence, token_values
-
-        sequence = find_sequence(folder, rollout.prompt_id, rollout.token_ids_L.numpy(), place)
-        found = {} if sequence is None else token_values(folder, sequence)
-        if not found:
-            return None, {}, "The step did not train on this sample."
-        mismatch = found["old_logprob"] - found["rollout_logprob"]
-        names = {"advantage": "used_advantage", "ratio": "used_ratio", "entropy change": "used_entropy_change"}
-        return sequence, {**{name: found[key] for name, key in names.items()}, "mismatch": mismatch}, ""
+        batch = read_batch(folder)
+        sequence = batch.sequence_of(rollout.prompt_id, rollout.token_ids_L.numpy(), place)
+        for number in reversed(range(0 if sequence is None else batch.updates)):
+            update = read_update(folder, number, batch)
+            here = np.flatnonzero(update.sequence_N == sequence)
+            if here.size:
+                names = {"advantage": "advantage", "ratio": "ratio", "entropy change": "entropy_change"}
+                values = {name: update.used[key][here] for name, key in names.items()}
+                mismatch = update.inputs["old_logprob"][here] - update.inputs["rollout_logprob"][here]
+                return sequence, {**values, "mismatch": mismatch}, ""
+        return None, {}, "The step did not train on this sample."
 
     def _load(self, run: RunRecord) -> "PreTrainedTokenizerBase | None":
         if self._model != run.cfg.model.path:

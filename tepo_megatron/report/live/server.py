@@ -6,8 +6,8 @@
     GET /SECRET/runs/R/tokens?step=K&place=S&first=T the numbers of one sample's tokens
     GET /SECRET/runs/R/audit?step=K&token=S:P        what `tepo audit` says of a token
 
-One thread reads the runs, so requests cost at most one core. Each answer says how long the page should wait before it asks
-again: a hundred times what the answer took.
+One thread reads the runs, so requests cost at most one core; another one audits tokens. Each answer says how long the page
+should wait before it asks again: a hundred times what the answer took.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from tepo_megatron.audit.command import audit_lines
 from tepo_megatron.errors import ConfigError, TepoError
-from tepo_megatron.report.live.auditing import TokenAudit
 from tepo_megatron.report.live.run import LiveRun, compared
 from tepo_megatron.report.live.samples import ORDERS, SampleReader
 from tepo_megatron.utils.escaping import excerpt
@@ -55,20 +56,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LivePage:
-    """Serves the live page of some runs.
-
-    Args:
-        port: Port to listen on. 0: a free one.
-    Attributes:
-        url: Address of the page with its secret, once it is served.
-    """
+    """Serves the live page of some runs. `port`: 0: a free one. `url`: its address with the secret, once it is served."""
 
     def __init__(self, folders: Sequence[Path], port: int = 0) -> None:
         self._runs = [LiveRun(folder, place) for place, folder in enumerate(folders)]
         self._samples = [SampleReader(folder) for folder in folders]
-        self._audit = TokenAudit()
         self._secret, self._port = secrets.token_urlsafe(24), port
-        self._thread = ThreadPoolExecutor(1, "watch")
+        self._thread, self._audits = ThreadPoolExecutor(1, "watch"), ThreadPoolExecutor(1, "audit")
         self._waiting = 0
         self.url = ""
 
@@ -92,9 +86,9 @@ class LivePage:
             self._thread.submit(self._refresh)  # the first view then finds long runs already read
             yield self.url
         finally:
-            await self._audit.close()
             await runner.cleanup()
-            self._thread.shutdown(cancel_futures=True)
+            for thread in (self._thread, self._audits):
+                thread.shutdown(cancel_futures=True)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -148,7 +142,9 @@ class LivePage:
 
     async def _audited(self, request: web.Request) -> web.StreamResponse:
         run, step, token = self._run_of(request), _number(request, "step", 0) or 0, request.query.get("token", "")
-        return web.json_response(await self._audit.audit(self._runs[run].folder, step, token))
+        audit = partial(audit_lines, self._runs[run].folder, step, token)
+        lines, agrees = await asyncio.get_running_loop().run_in_executor(self._audits, audit)
+        return web.json_response({"text": "\n".join(lines), "agrees": agrees})
 
     def _run_of(self, request: web.Request) -> int:
         run = int(request.match_info["run"])
@@ -214,11 +210,7 @@ def _number(request: web.Request, name: str, default: int | None) -> int | None:
 
 
 async def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until this is cancelled.
-
-    Args:
-        port: Port to listen on. 0: a free one.
-    """
+    """Serve the page until this is cancelled."""
     async with LivePage(folders, port).served() as url:
         say(url)
         await asyncio.Event().wait()

@@ -69,7 +69,7 @@ EXHIBITS = (
         symbol="_thinned",
         old="high = np.where(known, table, -math.inf).argmax(axis=1)",
         new="high = np.where(known, table, math.inf).argmin(axis=1)",
-        tests=("tests/unit/report/test_live_columns.py::test_long_runs_are_thinned_to_their_extremes",),
+        tests=("tests/unit/report/test_live_run.py::test_long_runs_are_thinned_to_their_extremes",),
     ),
     Exhibit(
         name="an_alert_is_raised_at_every_step",

@@ -150,14 +150,6 @@ def test_a_baseline_that_never_ended_leaves_nothing_to_compare(file: Path) -> No
     assert results(file)["tepo"]["verdict"] == "no comparison" and results(file)["grpo"]["after"] is None
 
 
-@pytest.mark.slow
-def test_nothing_but_failures_still_makes_a_table(file: Path) -> None:
-    died = RolloutError("died")
-    fails = {name.replace("-", "_"): died for name in ALL}
-    assert ablate(file, [], check, Trainer(**fails)) == 1
-    assert all(row["errors"] == {"0": "died", "1": "died"} for row in results(file).values())
-
-
 def test_ctrl_c_ends_it_and_leaves_what_is_finished(file: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ablate(file, [], check, Trainer(tepo_seed1=KeyboardInterrupt()))

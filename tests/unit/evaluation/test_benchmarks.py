@@ -16,9 +16,8 @@ import pytest
 from tepo_megatron import config
 from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.errors import DataError
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, MODELS, PUBLISHED, rows_of
 from tepo_megatron.evaluation.problems import load_benchmarks
-from tepo_megatron.evaluation.published import COLUMNS, MODELS, PUBLISHED, rows_of
 from tepo_megatron.evaluation.results import compare, over_benchmarks, over_samples, result
 from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples, to_lines
 from tests.tiny import char_tokenizer

@@ -14,8 +14,7 @@ from tepo_megatron import cli
 from tepo_megatron.config import Config
 from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
-from tepo_megatron.evaluation.checkpoint import hf_model
-from tepo_megatron.evaluation.command import EvaluationRequest, run, settings
+from tepo_megatron.evaluation.command import EvaluationRequest, hf_model, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples

@@ -18,7 +18,7 @@ from tepo_megatron.controller.gate import check_mismatch
 from tepo_megatron.controller.step_log import KEYS, StepLog
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
-from tepo_megatron.evaluation.runner import Accuracy, accuracy, evaluate, sample_and_grade
+from tepo_megatron.evaluation.held_out import Accuracy, accuracy, evaluate, sample_and_grade
 from tepo_megatron.observability.metrics import Metrics, counts
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout.containment import lost_sample

@@ -1,16 +1,22 @@
-"""Sample answers to held-out problems from the serving engine and grade them."""
+"""Evaluate held-out problems, and keep each problem's score before and after a run in `evaluation.jsonl`."""
 
 import itertools
+import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.statistics import standard_error
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import WeightedReward
 from tepo_megatron.rollout.containment import report_lost
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, split_samples
+from tepo_megatron.utils import records
+from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.loop import LoopFuture
 
 
@@ -57,12 +63,7 @@ def evaluate(
     *,
     max_failed_share: float,
 ) -> Accuracy:
-    """Sample answers, grade them and return the mean unshaped score.
-
-    Raises:
-        RolloutError: The engine fails, or too many samples were lost.
-        RewardError: The grader fails.
-    """
+    """Sample answers, grade them and return the mean unshaped score. Raises as `sample_and_grade`."""
     found = sample_and_grade(engine, reward, prompts, sampling, seed, what="evaluation", max_failed_share=max_failed_share)
     return accuracy(found)
 
@@ -80,7 +81,8 @@ def sample_and_grade(
     """Return the graded samples by prompt and sample index. Groups are graded while others are still being sampled.
 
     Raises:
-        RolloutError, RewardError: See `evaluate`.
+        RolloutError: The engine fails, or too many samples were lost.
+        RewardError: The grader fails.
     """
     groups = engine.open()
     try:
@@ -105,3 +107,69 @@ def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
     means = list(scores.values())
     lost = sum(bool(rollout.failure) for rollout in rollouts)
     return Accuracy(statistics.fmean(means), standard_error(means), len(means), len(rollouts) // len(means), scores, lost)
+
+
+EVALUATION_FILE = "evaluation.jsonl"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean unshaped score of each problem's samples, by problem id (its line in the dataset, from 0)."""
+
+    before: dict[int, float]
+    after: dict[int, float]
+
+
+def write_evaluation(run_dir: Path, before: Accuracy, after: Accuracy) -> Path:
+    """Write one line per problem, in the order of the dataset; return the file's path. The file is replaced atomically.
+
+    A line is {"problem", "before", "after", "of": number of problems}, so that a missing line can be detected.
+    """
+    rows = [
+        {"problem": problem, "before": before.scores[problem], "after": score, "of": len(after.scores)}
+        for problem, score in after.scores.items()
+    ]
+    path = run_dir / EVALUATION_FILE
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return path
+
+
+def read_evaluation(run_dir: Path) -> Scores:
+    """Return what `write_evaluation` wrote, as far as lines can be read; warn of the rest.
+
+    Raises DataError that names the file if it cannot be read.
+    """
+    scores, faults = read_scores(run_dir)
+    records.report(run_dir / EVALUATION_FILE, faults)
+    return scores
+
+
+def read_scores(run_dir: Path) -> tuple[Scores, list[str]]:
+    """Return the scores as far as lines can be read, and one sentence per fault of the file.
+
+    Raises DataError that names the file if it cannot be read.
+    """
+    path = run_dir / EVALUATION_FILE
+    try:
+        rows, faults = records.read_rows(path, _row)
+    except OSError as e:
+        raise DataError(f"{path}: cannot read the evaluations ({e.strerror}); repeat the run, with data.eval") from None
+    scores = Scores({}, {})
+    for problem, before, after, _ in rows:
+        scores.before[problem], scores.after[problem] = before, after
+    if len(rows) > len(scores.after):
+        faults.append(f"{len(rows) - len(scores.after)} problems are in the file twice; the later line counts")
+    of = max((of for *_, of in rows if of is not None), default=None)
+    if of is not None and of > len(scores.after):
+        faults.append(f"the scores of {of - len(scores.after)} of {of} problems are missing, so the means are over the others")
+    return scores, faults
+
+
+def _row(row: dict[str, Any]) -> tuple[int, float, float, int | None]:
+    """Return (problem, before, after, of). Raises ValueError, TypeError, KeyError or OverflowError for an invalid row."""
+    problem, before, after, of = row["problem"], float(row["before"]), float(row["after"]), row.get("of")
+    if type(problem) is not int or type(of) not in (int, type(None)):
+        raise ValueError("not the scores of a problem")
+    if not math.isfinite(before) or not math.isfinite(after):
+        raise ValueError("a score is not finite")
+    return problem, before, after, of

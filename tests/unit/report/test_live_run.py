@@ -1,4 +1,4 @@
-"""The live page follows a file that grows, is cut and is replaced."""
+"""The live page follows the files of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from tepo_megatron.report import Curves
 from tepo_megatron.report.curves import BUCKETS
 from tepo_megatron.report.figures import NOTHING
-from tepo_megatron.report.live.columns import MetricsTail
 from tepo_megatron.report.live.run import LiveRun, compared
 from tests.report_runs import measured, records, write_run
 
@@ -24,30 +23,34 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
 
 
 def test_a_file_that_grows_is_cut_and_replaced_is_followed(tmp_path: Path) -> None:
-    tail, path = MetricsTail(tmp_path), tmp_path / "metrics.jsonl"
-    assert not tail.read() and tail.curves().steps.size == 0
-    rows = records(6)
+    run, path, rows = LiveRun(tmp_path, 0), tmp_path / "metrics.jsonl", records(6)
+
+    def steps() -> list[float]:
+        version = run.version
+        run.refresh()
+        assert run.version == version + 1
+        found: list[float] = run.curves.steps.tolist()
+        return found
+
+    assert steps() == []
     path.write_bytes(lines(rows[:3]) + lines(rows[3:4])[:-20])
-    assert tail.read() and tail.curves().steps.tolist() == [1, 2, 3], "half a line is no step yet"
-    assert not tail.read()
+    assert steps() == [1, 2, 3], "half a line is no step yet"
     path.write_bytes(lines(rows[:4]) + b'{"step": broken\n' + lines([{"step": 2, "reward/mean": -7.0}]))
-    assert tail.read() and tail.unreadable == 1
-    curves = tail.curves()
-    assert curves.steps.tolist() == [1, 2, 3, 4] and curves["reward/mean"][1] == -7.0, "the later record of a step counts"
-    assert math.isnan(curves["actor/entropy"][1]) and "actor/entropy" in curves and curves.named("server/") == []
-    again = lines([{"step": s, "reward/mean": 5.0} for s in range(1, 400)])
-    assert len(again) > path.stat().st_size
-    with path.open("r+b") as file:  # cut and grown between two readings, the same file
-        file.truncate(0)
-        file.write(again)
-    assert tail.read() and tail.unreadable == 0
-    assert tail.curves().steps.tolist() == list(range(1, 400)) and set(tail.curves()["reward/mean"]) == {5.0}
+    assert steps() == [1, 2, 3, 4] and any("line 5 cannot be read" in note for note in run.plain()["notes"])
+    assert run.curves["reward/mean"][1] == -7.0, "the later record of a step counts"
+    assert math.isnan(run.curves["actor/entropy"][1]) and "actor/entropy" in run.curves
+    again = lines([{"step": s, "reward/mean": 5.0} for s in range(1, 4)])
+    rest = path.stat().st_size - len(again)
+    path.write_bytes(again + b" " * (rest - 1) + b"\n")  # cut and grown between two readings, the same file and size
+    assert steps() == [1, 2, 3] and set(run.curves["reward/mean"]) == {5.0}
     other = tmp_path / "other"
     other.write_bytes(lines(rows[:1]))
     os.replace(other, path)
-    assert tail.read() and tail.curves().steps.tolist() == [1]
+    assert steps() == [1]
     path.unlink()
-    assert tail.read() and tail.curves().steps.size == 0
+    assert steps() == []
+    run.refresh()
+    assert run.version == 6, "nothing is new"
 
 
 def test_long_runs_are_thinned_to_their_extremes() -> None:
@@ -93,15 +96,3 @@ def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path:
     first.refresh()
     assert first.version > version and first.plain()["notes"] and first.plain()["sections"] == []
     json.dumps([first.plain(), second.plain(), compared([first, second])], allow_nan=False)
-
-
-def test_the_curves_of_a_growing_file_are_those_of_its_records(tmp_path: Path) -> None:
-    rows = measured(7)
-    write_run(tmp_path, rows)
-    tail = MetricsTail(tmp_path)
-    tail.read()
-    curves, whole = tail.curves(), Curves.of(rows)
-    for key in ("reward/mean", "tepo/entropy_noise_floor", "missing"):
-        np.testing.assert_array_equal(curves[key], whole[key])
-        np.testing.assert_array_equal(curves.between(key), whole.between(key))
-        assert (key in curves) == (key in whole)
