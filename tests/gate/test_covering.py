@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def check_row(row: covering.Row, tmp_path: Path) -> None:
     found = merged([of_rank[0] for of_rank in run_world(covering.ranks(row), run_jobs, [job])])
     expected = common.expectation(cfg, material, found.gradients)
     what = covering.describe(row)
-    common.check_equal(found, expected, what, lambda: common.expectation(cfg, material, found.gradients, dtype=torch.float32))
+    in_fp32 = partial(common.expectation, cfg, material, found.gradients, dtype=torch.float32)
+    common.check_equal(found, expected, what, in_fp32)
     assert found.buckets > 1 or row["overlap"] == "none", f"{what}: there is nothing to overlap"
 
 
