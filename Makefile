@@ -44,7 +44,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(FIRST_PYTHON))
 
-.PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
+.PHONY: demo demo-plan smollm distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -61,6 +61,12 @@ demo-plan:
 	@echo "  2. builds a base model that can work arithmetic out but mostly guesses, once: about 2 minutes"
 	@echo "  3. starts two Megatron-Core ranks and one $(ENGINE) server, and trains 40 steps with TEPO: about 3 minutes"
 	@echo "  4. draws the curves, and says where they are"
+
+# A published model, SmolLM2-135M-Instruct, learns a published task, sums of reasoning-gym.
+smollm: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
+	$(BIN)/python -m examples.smollm.model --out .cache/smollm/model
+	$(BIN)/tepo train examples/reasoning_gym.yaml --seed $(SEED) --name smollm-$(if $(filter vllm,$(ENGINE)),,$(ENGINE)-)seed-$(SEED) \
+	  --overwrite true --rollout.engine $(ENGINE)
 
 # The demo's base model learns from the model that it was before it was spoiled, instead of from a reward. FORM=full: with the
 # exact KL over the whole vocabulary.

@@ -53,9 +53,9 @@ _Train = Annotated[
 class DataConfig:
     """Prompts for training and evaluation, and their gold answers."""
 
-    # Prompts to train on: a file (JSON lines or parquet; `*` matches several files), or a Hugging Face dataset
-    # ORG/NAME[:CONFIG][:SPLIT]. Either may end with a slice of its distinct prompts, such as [:1000] or [10%:]. A list of
-    # sections mixes several sets.
+    # Prompts to train on: a file (JSON lines or parquet; `*` matches several files), a Hugging Face dataset
+    # ORG/NAME[:CONFIG][:SPLIT], or reasoning_gym:NAME[?PARAMETER=VALUE&...]. Each may end with a slice of its distinct prompts,
+    # such as [:1000] or [10%:]. A list of sections mixes several sets.
     train: _Train
     # Prompts to evaluate on: one file or dataset, with a slice, as in data.train. null: none.
     eval: str | None = None

@@ -65,8 +65,24 @@ class CustomTermConfig:
 
     # Kind of the term.
     type: Literal["custom"]
-    # path/to/file.py:name of a function (prompt, response, answer) -> float. All three arguments are text.
+    # path/to/file.py:name of a function (prompt, response, answer[, row]) -> float. The first three are text, `row` is a dict
+    # of the other columns.
     function: str
+    # Factor of the term in the reward.
+    weight: Weight = 1.0
+
+
+@config
+class ReasoningGymTermConfig:
+    """The verifier of the reasoning-gym dataset that data.train and data.eval name (docs/rewards.md)."""
+
+    # Kind of the term.
+    type: Literal["reasoning_gym"]
+    # Part of the response that the verifier reads. tag: between the last <answer> and </answer>. number: the last number.
+    # whole: all of it.
+    answer: Literal["tag", "number", "whole"] = "tag"
+    # all: 1 if the verifier gives 1, else 0. share: what the verifier gives, 0 to 1.
+    credit: Literal["all", "share"] = "all"
     # Factor of the term in the reward.
     weight: Weight = 1.0
 
@@ -131,6 +147,7 @@ AnyTermConfig = (
     | LengthTermConfig
     | CustomTermConfig
     | CodeTermConfig
+    | ReasoningGymTermConfig
     | HttpTermConfig
     | JudgeTermConfig
 )
@@ -163,7 +180,7 @@ class RewardConfig:
         if not self.terms or self.terms[0].type in ("format", "length"):
             raise ValueError(
                 "terms: the first entry is the verdict, by which groups are filtered and accuracies counted; let it be math, "
-                "answer_line, code, custom, http or judge"
+                "answer_line, code, custom, reasoning_gym, http or judge"
             )
 
     @property

@@ -53,6 +53,7 @@ class Config:
         check_checkpoint(self.checkpoint, self.evaluation)
         check_batch(self.rollout, self.training)
         check_stream(self.rollout, self.training)
+        self._check_verifiers()
         self._check_what_runs()
         check_sequence(self.training, self.sequence_tokens)
         check_recompute(self.training, self.rollout.replay_experts)
@@ -64,6 +65,15 @@ class Config:
         megatron_section.check_optimizer_state(self.megatron, self.checkpoint.every, self.resume, self.rollout.colocate)
         check_transport(self.sync, self.rollout, self.parallel, self.platform)
         check_quantize(self.sync, self.rollout, self.model, self.platform)
+
+    def _check_verifiers(self) -> None:
+        """Check that every prompt that a reasoning_gym term grades comes from a dataset of reasoning-gym."""
+        for key, path in self.data.paths if any(term.type == "reasoning_gym" for term in self.reward.terms) else []:
+            if not path.startswith("reasoning_gym:"):
+                raise ValueError(
+                    f"reward.terms: type=reasoning_gym grades datasets of reasoning-gym, and {key}={path!r} is none; "
+                    "write reasoning_gym:NAME, or take another term"
+                )
 
     def _check_what_runs(self) -> None:
         """Check that resume and overwrite, and sampling alone and training, do not contradict each other."""

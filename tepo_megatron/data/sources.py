@@ -1,15 +1,16 @@
-"""Resolve the datasets that `data.train` and `data.eval` name: files or a Hugging Face dataset, and a slice of the rows."""
+"""Resolve what `data.train` and `data.eval` name: files, a dataset of Hugging Face or reasoning-gym, and a slice of rows."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from tepo_megatron.config import SLICE
 from tepo_megatron.data import arrow
-from tepo_megatron.data.readers import PARQUET, JsonLines, RowReader, files_of, first_bytes
+from tepo_megatron.data.readers import PARQUET, JsonLines, Row, RowReader, files_of, first_bytes
 from tepo_megatron.errors import DataError
+from tepo_megatron.grading.reasoning_gym import PREFIX, dataset
 
 T = TypeVar("T")
 # ORG/NAME[:CONFIG][:SPLIT]; a name with a file's extension is a file
@@ -44,6 +45,8 @@ class DatasetSource:
 
     def reader(self) -> RowReader:
         """Return the reader for the rows. Raise DataError if nothing is there, or if JSON-lines and parquet files are mixed."""
+        if self.path.startswith(PREFIX):
+            return ReasoningGymRows(self.path)
         path = Path(self.path)
         if not path.exists() and _HUB.fullmatch(self.path) and not _FILE.search(self.path):
             return arrow.hugging_face(self.path)
@@ -54,6 +57,37 @@ class DatasetSource:
         if len(set(of_parquet)) > 1:
             raise DataError(f"{self.path}: {files[0]} and {files[of_parquet.index(not of_parquet[0])]} are of two kinds")
         return arrow.parquet(files) if of_parquet[0] else JsonLines(files)
+
+
+class ReasoningGymRows:
+    """A `RowReader` of the items of a reasoning-gym dataset: question, answer, and the source and place for its verifier."""
+
+    def __init__(self, source: str) -> None:
+        """Raise DataError for what reasoning-gym does not know."""
+        self.read = self.repeats = 0
+        self._source = source
+        self._last: Row = {}
+        try:
+            self._items = dataset(source)
+        except ValueError as e:
+            raise DataError(str(e)) from None
+
+    def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
+        """Yield (place, row) of every item; see `RowReader.rows`."""
+        for place in range(len(self._items)):
+            item, self.read = self._items[place], place + 1
+            self._last = {
+                "question": item["question"], "answer": str(item["answer"]), "source": self._source, "place": place
+            }  # fmt: skip
+            yield place, self._last
+
+    def whole(self, place: int) -> Row:
+        """Return the row that `rows` yielded last; `place` is ignored."""
+        return self._last
+
+    def where(self, place: int) -> str:
+        """Return "SOURCE: item N", N counted from 0 as reasoning-gym counts."""
+        return f"{self._source}: item {place}"
 
 
 def _place(bound: str, count: int) -> int:

@@ -11,7 +11,8 @@ from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.types import Prompt, Rollout
 
-RIGHT = {"math": r"\boxed{{{}}}", "answer_line": "Answer: {}"}  # type of a term -> a right response
+# type of a term, or how the reasoning_gym term finds the answer -> a right response
+RIGHT = {"math": r"\boxed{{{}}}", "answer_line": "Answer: {}", "tag": "<answer>{}</answer>", "number": "{}", "whole": "{}"}
 GRADED = 64  # number of answers that are graded
 NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share of the limit, longer ones were likely dropped
 
@@ -44,10 +45,11 @@ def lengths(limit: int, tokens: Sequence[int]) -> Finding:
 def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Check that a response that consists of the right answer, in the form that the first term reads, is graded as right."""
     verdict = cfg.terms[0]
-    if verdict.type not in RIGHT:
+    form = RIGHT.get(verdict.answer if verdict.type == "reasoning_gym" else verdict.type)
+    if form is None:
         yield Finding("grading", "skip", f"{verdict.type} needs more than the answer, so only a run can try it")
         return
-    texts = [RIGHT[verdict.type].format(prompt.answer) for prompt in prompts]
+    texts = [form.format(prompt.answer) for prompt in prompts]
     with build_reward(replace(cfg, terms=[verdict]), decode=lambda ids: texts[ids[0]]) as reward:
         graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])
     wrong = [f"{p.answer!r} ({r.status})" for p, r in zip(prompts, graded, strict=True) if r.score <= 0]
@@ -71,4 +73,5 @@ def _answered(i: int, prompt: Prompt) -> Rollout:
         policy_version=0,
         stop_reason="stop",
         answer=prompt.answer,
+        row=prompt.meta,
     )

@@ -74,14 +74,18 @@ def pattern(expression: str) -> Grader:
 
 
 def custom(spec: str) -> Grader:
-    """Return the grader (prompt, response, answer) -> graded with the user function's value, or failed with the error."""
-    from tepo_megatron.utils.user_file import describe_error, load
+    """Return the grader (prompt, response, answer, row) -> graded with the user function's value, or failed with the error.
+
+    `row` is JSON of the other columns, which a function gets that takes a fourth argument.
+    """
+    from tepo_megatron.utils.user_file import describe_error, load, takes
 
     found = load(spec, "function")
+    takes_row = takes(found.value, 4)
 
-    def graded(prompt: str, response: str, answer: str) -> Graded:
+    def graded(prompt: str, response: str, answer: str, row: str) -> Graded:
         try:
-            returned = found.value(prompt, response, answer)
+            returned = found.value(prompt, response, answer, *([json.loads(row)] if takes_row else []))
             number = float(returned) if hasattr(returned, "__float__") else math.nan  # text has none: float("1.0") parses
         except (Exception, SystemExit) as e:
             return "failed", 0.0, describe_error(e, found.file)[:_DETAIL_CHARS]
@@ -119,6 +123,13 @@ def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, pr
     return graded
 
 
+def reasoning_gym(answer: str, credit: str) -> Grader:
+    """Return the grader (source, place, response) of `grading.reasoning_gym`."""
+    from tepo_megatron.grading.reasoning_gym import grader
+
+    return grader(answer, credit)
+
+
 def texts() -> Grader:
     """Return the grader (prompt, response), which only decodes: the detail is JSON of both texts."""
     return lambda *fields: ("decoded", 0.0, json.dumps(fields))
@@ -147,6 +158,7 @@ GRADERS: dict[str, Callable[..., Grader]] = {
     "pattern": pattern,
     "custom": custom,
     "program": program,
+    "reasoning_gym": reasoning_gym,
     "texts": texts,
     "verdict": verdict,
 }

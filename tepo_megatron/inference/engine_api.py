@@ -46,6 +46,7 @@ class LaunchSpec:
     platform: Platform
     precision: Precision  # of the served weights
     seed: int  # of the server; each request brings its own
+    servers: int = 1  # of the run; on CPUs they share the cores
     first_device: int = 0  # index of the server's first GPU among those that this process sees
     host: str = LOOPBACK  # address to listen on
     sleeps: bool = False  # the server will be put to sleep

@@ -55,6 +55,7 @@ def launch_of(
         seed=seed,
         host=host,
         counts=counts,
+        servers=rollout.servers,
         sleeps=rollout.colocate,
         returns_experts=rollout.replay_experts,
         most_masked=rollout.top_k + MASK_TIES if rollout.engine_returns_masks else 0,

@@ -174,6 +174,7 @@ def checked_rollout(
         policy_version=version,
         stop_reason=stop_reason,
         answer=prompt.answer,
+        row=prompt.meta,
         experts_LKT=None if stop_reason == ABORTED else _checked_experts(experts, context + count, sampling.routing),
         sampling_mask=_checked_masks(masks, ids_T, sampling),
     )

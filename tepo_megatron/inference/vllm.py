@@ -44,7 +44,7 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
-from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
+from tepo_megatron.inference.servers.environment import cpu_threads, devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
@@ -61,6 +61,7 @@ MIDDLEWARE = tuple(
     f"tepo_megatron.weight_sync.receiver.{name}" for name in ("vllm_answers.BinaryCompletions", "vllm_auth.RequireKey")
 )
 VLLM_LOGPROBS = 20  # most log-probs per token that vLLM returns by default
+CPU_BLOCK_TOKENS = "32"  # of the cache; the least that vLLM's attention takes
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
 ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
 _ABANDONED = "abandoned"  # label of weights after an update whose sender is gone
@@ -102,6 +103,8 @@ class VllmApi:
             command += ["--max-num-batched-tokens", str(max(launch.max_model_len, CPU_BATCH_TOKENS))]
             if launch.linear_attention:  # vLLM caches its states per block, and requires chunked prefill for that
                 command += ["--no-enable-prefix-caching"]
+            else:  # by default 128 tokens: the samples of a group would not share a shorter prompt
+                command += ["--block-size", CPU_BLOCK_TOKENS]
             if cfg.tp == 1:
                 # One process less: a faster start, and no busy-waiting on shared memory, which slows sampling and training.
                 command += ["--distributed-executor-backend", "uni"]
@@ -130,8 +133,7 @@ class VllmApi:
                 env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # needed for `uni`; the server is a separate process anyway
             else:
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it needs a NUMA node for each rank
-            # One thread is the fastest for a small model, and leaves the other cores to the trainer's ranks.
-            env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            env |= cpu_threads(env, launch.model_path, launch.servers * cfg.tp)
             # oneDNN caches a compiled kernel for each number of tokens, 1024 by default: a small server grew by 0.4 GiB in
             # 80 steps, and went on growing because evictions fragment the memory.
             env.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)

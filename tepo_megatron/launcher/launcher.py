@@ -29,7 +29,7 @@ from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
-from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, die_with_parent
+from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, RANK_THREADS, die_with_parent
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.scratch import WORLD_FOLDER, make_private_folder
@@ -134,7 +134,8 @@ def _threads(ranks: int, platform: str) -> dict[str, str]:
     if platform == "cpu":
         # one thread per rank; waiting threads must not spin, because the server works on the same cores
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return {name: value for name, value in threads.items() if name not in os.environ}
+    ours = {name: value for name, value in threads.items() if name not in os.environ}
+    return ours | ({RANK_THREADS: "1"} if "OMP_NUM_THREADS" in ours else {})
 
 
 def threads_of_rank(ranks: int) -> int:

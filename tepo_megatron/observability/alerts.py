@@ -5,6 +5,7 @@ after CLEAR judged steps without it. Steps that lack a value are not judged. The
 a resumed run and `tepo alerts` come to the same result.
 """
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -58,10 +59,13 @@ class RecordHistory:
         return statistics.median(first) if len(first) == WARM_UP and self.value(key) is not None else None
 
     def noise(self, key: str) -> float:
-        """Return the standard deviation of the first values, estimated by their median absolute deviation."""
-        first = self._first.get(key, [])
-        middle = statistics.median(first) if first else 0.0
-        return 1.4826 * statistics.median(abs(value - middle) for value in first) if first else 0.0
+        """Return the standard deviation of the first values around their trend: a model that learns at once is no noise.
+
+        It is estimated by the median absolute deviation of the differences of successive values.
+        """
+        steps = [after - before for before, after in itertools.pairwise(self._first.get(key, []))]
+        middle = statistics.median(steps) if steps else 0.0
+        return 1.4826 * statistics.median(abs(step - middle) for step in steps) / math.sqrt(2) if steps else 0.0
 
     def recent(self, key: str) -> Sequence[float] | None:
         """Return the last LATEST values; None before there are as many, or if the last step has none."""

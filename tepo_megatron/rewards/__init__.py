@@ -7,7 +7,7 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.grading.answers import gold_fault
 from tepo_megatron.rewards.judge import JudgeTerm
-from tepo_megatron.rewards.local import CodeTerm, CustomTerm, FormatTerm, LengthTerm, MathTerm, check_function
+from tepo_megatron.rewards.local import CodeTerm, CustomTerm, FormatTerm, LengthTerm, MathTerm, ReasoningGymTerm, check_function
 from tepo_megatron.rewards.pool import limits_of
 from tepo_megatron.rewards.remote import HttpTerm, key_from
 from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
@@ -54,6 +54,7 @@ _TERMS: dict[str, Callable[[RewardConfig, Any, str], RewardTerm]] = {
     "length": lambda cfg, entry, tokenizer: LengthTerm(entry.min_tokens, entry.max_tokens),
     "code": lambda cfg, entry, tokenizer: CodeTerm(entry, cfg.workers, tokenizer),
     "custom": lambda cfg, entry, tokenizer: CustomTerm(entry.function, limits_of(cfg), tokenizer),
+    "reasoning_gym": lambda cfg, entry, tokenizer: ReasoningGymTerm(entry, limits_of(cfg), tokenizer),
     "http": lambda cfg, entry, tokenizer: HttpTerm(entry, limits_of(cfg), tokenizer),
     "judge": lambda cfg, entry, tokenizer: JudgeTerm(entry, limits_of(cfg), tokenizer),
 }

@@ -4,11 +4,12 @@ What a model wrote is read in worker processes (`pool.py`).
 """
 
 import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import cast
 
-from tepo_megatron.config.reward import CodeTermConfig
+from tepo_megatron.config.reward import CodeTermConfig, ReasoningGymTermConfig
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.grading.answers import gold_answer
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
@@ -152,7 +153,9 @@ class LengthTerm:
 
 
 class CustomTerm(_PooledTerm):
-    """Grades with a user's function `name(prompt: str, response: str, answer: str) -> float` in worker processes.
+    """Grades with a user's function `name(prompt, response, answer[, row]) -> float` in worker processes.
+
+    The first three are text; `row` is a dict of the other columns of the dataset's row, as JSON can write them.
 
     Statuses: graded, timeout, died; the last two count as 0. If the function raises, or returns no finite number, grading ends
     with a RewardError that names file and line, since the function is at fault, not the sample.
@@ -164,7 +167,8 @@ class CustomTerm(_PooledTerm):
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
         """Return one verdict per response; see `RewardTerm.grade`. Raises RewardError if the function failed."""
-        outcomes = await self.pool.grade((r.prompt, r.written, r.answer) for r in responses)
+        fields = ((r.prompt, r.written, r.answer, json.dumps(dict(r.row), default=str)) for r in responses)
+        outcomes = await self.pool.grade(fields)
         for outcome in outcomes:
             if outcome.status == "failed":
                 raise RewardError(f"the reward function {self._function} failed: {outcome.detail}; fix it")
@@ -172,8 +176,27 @@ class CustomTerm(_PooledTerm):
 
 
 def check_function(spec: str) -> None:
-    """Raise ConfigError unless `spec` names a function of (prompt, response, answer). This runs the function's file."""
-    found, key = user_file.load(spec, "reward.terms: function"), f"reward.terms: function={spec}"
-    if not callable(found.value):
-        raise ConfigError(f"{key}: {found.name} is no function; write `def {found.name}(prompt, response, answer) -> float`")
-    user_file.check_takes(found, key, 3, "prompt, response and answer")
+    """Raise ConfigError unless `spec` names a function of (prompt, response, answer[, row]). This runs the function's file."""
+    function, key = user_file.load(spec, "reward.terms: function"), f"reward.terms: function={spec}"
+    if not callable(function.value):
+        raise ConfigError(
+            f"{key}: {function.name} is no function; write `def {function.name}(prompt, response, answer) -> float`"
+        )
+    if not user_file.takes(function.value, 4):
+        user_file.check_takes(function, key, 3, "prompt, response, answer and, if it wants the other columns, row")
+
+
+class ReasoningGymTerm(_PooledTerm):
+    """Grades with the verifier of the reasoning-gym dataset that the prompt comes from, in worker processes.
+
+    Statuses: graded, no_answer, timeout, died; all but the first count as 0.
+    """
+
+    def __init__(self, entry: ReasoningGymTermConfig, limits: PoolLimits, tokenizer: str = "") -> None:
+        arguments = ["reasoning_gym", entry.answer, entry.credit]
+        self.pool = GradingPool(limits, arguments, "that the package reasoning-gym is installed", tokenizer)
+
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`. Raises RewardError as the pool does."""
+        fields = ((r.row["source"], str(r.row["place"]), r.written) for r in responses)
+        return [Verdict(outcome.value, outcome.status) for outcome in await self.pool.grade(fields)]

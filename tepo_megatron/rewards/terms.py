@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,11 @@ class Response:
     def answer(self) -> str:
         """Gold answer."""
         return self._rollout.answer
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """Other columns of the prompt's row."""
+        return self._rollout.row
 
     @property
     def tokens(self) -> int:

@@ -152,7 +152,7 @@ class AgentSample:
             raise RuntimeError("a request was still running; await all requests before the function returns")
         self._closed = True
         rollouts = [sequence.finish() for sequence in self._sequences if sequence.turns]
-        return [replace(r, answer=self.prompt.answer, prompt_id=self.prompt.id) for r in rollouts]
+        return [replace(r, answer=self.prompt.answer, row=self.prompt.meta, prompt_id=self.prompt.id) for r in rollouts]
 
     def _sequence_of(self, request: ChatRequest, keys: Sequence[bytes]) -> Conversation:
         """Return the sequence that the request continues, with the tokens of its new messages; a new one if there is none."""

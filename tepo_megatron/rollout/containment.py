@@ -113,6 +113,7 @@ def lost_sample(prompt: Prompt, sample: int, failure: str) -> Rollout:
         policy_version=0,
         stop_reason="stop",
         answer=prompt.answer,
+        row=prompt.meta,
         sample=sample,
         failure=failure,
     )

@@ -185,6 +185,7 @@ class Conversation:
             policy_version=self._versions[0][1],
             stop_reason=self._stop_reason,
             answer=self.prompt.answer,
+            row=self.prompt.meta,
             later_versions=tuple(self._versions[1:]),
             servers=tuple((place if number else 0, name) for number, (place, name) in enumerate(self._servers)),
             sampling_mask=SamplingMask.cat(known) if len(known) == len(self._sampling_masks) else None,

@@ -1,8 +1,8 @@
 """One sampled sequence, as the engine returns it and the grader completes it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Rollout:
         sampling_mask: The ids that truncated sampling could choose each response token from. None: the engine did not say.
         sample: Index of the sample in its group. Sequences of one sample share it, and one advantage. -1: the sequence is a
             sample by itself.
+        row: `Prompt.meta`, for rewards. Neither recorded nor sent to ranks.
         failure: Why the user's function lost the sample (`rollout/containment.py`). Empty: it did not.
     """
 
@@ -62,6 +63,7 @@ class Rollout:
     sampling_mask: SamplingMask | None = None
     sample: int = -1
     failure: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()

@@ -138,7 +138,7 @@ class Prompt:
 
     Attributes:
         id: Unique number, stable across runs (the row's line in the dataset).
-        meta: Everything else in the dataset row.
+        meta: The other columns of the dataset row.
     """
 
     id: int

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = "TEPO_LAUNCHER_PID"  # environment variable with the launcher's process ID, for the ranks that it starts
+RANK_THREADS = "TEPO_RANK_THREADS"  # environment variable that is set where the launcher, not the user, set OMP_NUM_THREADS
 ATTEMPT = "TEPO_ATTEMPT"  # environment variable with the number of restarts
 START_ID = "TEPO_START_ID"  # environment variable with the name of this start of a run on several machines
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -1,5 +1,6 @@
 """Load functions from the user's own files, named "path/to/file.py:name" in a config. This module imports nothing heavy."""
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -47,6 +48,14 @@ def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     if value is None:
         raise ConfigError(f"{key}: {path} defines no {name}; name {kind} of it")
     return UserFunction(file, name, value, code)
+
+
+def takes(function: Any, arguments: int) -> bool:
+    """Return whether the function accepts this number of positional arguments."""
+    with contextlib.suppress(TypeError):
+        inspect.signature(function).bind(*(object() for _ in range(arguments)))
+        return True
+    return False
 
 
 def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> None:

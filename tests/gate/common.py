@@ -91,7 +91,7 @@ def check_equal(found: Outcome, expected: reference.Trained, what: str, in_fp32:
             bound = max(bound, 2 * max(_apart([update.gradients for update in low.updates], low.change, expected).values()))
     assert apart[worst] <= bound, f"{what}: the {worst} is off by {apart[worst]:.1e}, and the bound is {bound:.1e}"
     for i, update in enumerate(expected.updates):
-        # From the second update on the weights may be off by `bound` times their change, which moves the loss along its gradient.
+        # From the second update on the weights may be off by `bound` of their change, which moves the loss along its gradient.
         along = sum((g.norm() * expected.change[name].norm()).item() for name, g in update.gradients.items()) if i else 0.0
         most, off = TOLERANCE * max(1.0, abs(update.loss)) + bound * along, abs(found.losses[i] - update.loss)
         assert off <= most, f"{what}: the loss of update {i} is off by {off:.1e}, and the bound is {most:.1e}"

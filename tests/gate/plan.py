@@ -70,6 +70,7 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
         tree["megatron"]["ddp"]["bucket_size"] = BUCKET
     tree["megatron"]["transformer"].pop("first_last_layers_bf16", None)
     tree["data"] |= {"train": "unused", "eval": None, "max_prompt_tokens": max(PROMPTS)}
+    tree["reward"]["terms"] = [{"type": "math"}]  # a verifier grades prompts of its own dataset only
     tree["evaluation"] |= {"every": 0, "benchmarks": []}
     tree["rollout"] |= {
         "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE, "function": None,

@@ -36,6 +36,16 @@ def test_healthy_runs_raise_nothing_and_faults_are_found() -> None:
     assert alert_figures.PAGE.read_text() == alert_figures.page(alert_figures.PAGE.read_text()), "run tools.alert_figures"
 
 
+def test_a_model_that_learns_at_once_has_not_collapsed() -> None:
+    """SmolLM2-135M on sums (make smollm): its first steps are no noise, and what it gains in them is a gain."""
+    rewards = [0.09, 0.11, 0.27, 0.41, 0.51, 0.64, 0.65, 0.69, 0.66, 0.77, 0.8, 0.63, 0.93, 0.77, 0.73, 0.73, 0.62, 0.77, 0.73]
+    entropies = [2.2, 2.0, 1.5, 1.2, 0.58, 0.42, 0.46, 0.49, 0.37, 0.3, 0.32, 0.4, 0.22, 0.29, 0.28, 0.35, 0.28, 0.29, 0.25]
+    records = [{"reward/mean": r, "actor/entropy": h} for r, h in zip(rewards, entropies, strict=True)]
+    assert judge(enumerate(records, 1)) == []
+    flat = [record | {"reward/mean": 0.3} for record in records]
+    assert [alert.rule.name for alert in judge(enumerate(flat, 1))] == ["entropy_collapse"]
+
+
 def test_rules_read_what_a_step_records() -> None:
     known = {*KEYS, *(f"seconds/{phase}" for phase in PHASES), "seconds/total"}
     assert {key for rule in RULES for key in rule.reads} <= known

@@ -3,11 +3,13 @@
 import secrets
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from tepo_megatron.utils.loopback import without_proxy
-from tepo_megatron.utils.processes import LAUNCHER
+from tepo_megatron.utils.memory_kills import usable_cores
+from tepo_megatron.utils.processes import LAUNCHER, RANK_THREADS
 
 # Variables that describe the world to ranks; a server must not see them.
 _WORLD = {
@@ -17,15 +19,29 @@ _WORLD = {
 }
 
 
-# Variables that the launcher and a rank set for Megatron-Core. With one hardware queue an engine's streams would run one after
-# the other, and both engines choose their number of threads themselves.
-_RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"}
+# Below it a server on CPUs has one thread: with a model of 0.6 M parameters a second one only costs. With 135 M two are faster.
+_ONE_THREAD_BYTES = 64 * 2**20
 
 
 def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that are meant for ranks."""
-    removed = _WORLD | (_RANKS if inherited.keys() & {"RANK", LAUNCHER} else set())
+    removed = set(_WORLD)
+    if inherited.keys() & {"RANK", LAUNCHER}:
+        # A rank sets it for Megatron-Core. With one hardware queue an engine's streams would run one after the other.
+        removed.add("CUDA_DEVICE_MAX_CONNECTIONS")
+    if RANK_THREADS in inherited or ("RANK" in inherited and LAUNCHER not in inherited):  # ours or torchrun's, not the user's
+        removed |= {"OMP_NUM_THREADS", RANK_THREADS}
     return {name: value for name, value in inherited.items() if name not in removed and not name.startswith("TORCHELASTIC_")}
+
+
+def cpu_threads(env: Mapping[str, str], model_path: Path, processes: int) -> dict[str, str]:
+    """Return the variables of a server's threads on CPUs, for `processes` of all servers on this machine.
+
+    The servers share all cores, because the ranks wait while they sample. What the user's environment says takes precedence.
+    """
+    small = sum(file.stat().st_size for file in model_path.glob("*.safetensors")) < _ONE_THREAD_BYTES
+    threads = env.get("OMP_NUM_THREADS") or str(1 if small else max(1, usable_cores() // processes))
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str, str]:

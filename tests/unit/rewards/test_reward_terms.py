@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ def share(prompt, response, answer):
 
 def verdict(prompt: str, response: str, answer: str, strict: bool = True) -> bool:
     return response == answer
+
+def column(prompt, response, answer, row):
+    return row["points"] if response == answer else row.get("penalty", 0)
 
 def fails(prompt, response, answer):
     return 1 / (len(response) - 3)
@@ -148,6 +153,13 @@ def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
 # functions of the user's own
 
 
+def test_a_function_may_take_the_other_columns(functions: str) -> None:
+    rows = [{"points": 2.5, "day": date(2026, 1, 2)}, {"points": 1, "penalty": -1}]
+    rollouts = [dataclasses.replace(rollout(text), row=row) for text, row in itertools.product(("7", "8"), rows)]
+    graded = score(config({"type": "custom", "function": f"{functions}:column"}), rollouts)
+    assert [r.score for r in graded] == [2.5, 1.0, 0.0, -1.0]
+
+
 def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> None:
     cfg = config({"type": "custom", "function": f"{functions}:endless"}, timeout_seconds=2.0)
     graded = score(cfg, [rollout("a"), rollout("loop"), rollout("b"), rollout("die"), rollout("c")])
@@ -158,7 +170,7 @@ def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; fix it"),
+        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:14; fix it"),
         ("leaves", r"failed: SystemExit: 3"),
         ("text", r"functions\.py:text failed: it returned '1\.0', which is no finite number; fix it"),
         ("nothing", r"functions\.py:nothing failed: it returned None, which is no finite number; fix it"),
@@ -173,7 +185,7 @@ def test_a_function_that_fails_is_an_error_that_names_it(functions: str, name: s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("two", "two must take prompt, response and answer and nothing else"),
+        ("two", "two must take prompt, response, answer and, if it wants the other columns, row and nothing else"),
         ("number", r"number is no function; write `def number\(prompt, response, answer\) -> float`"),
         ("shaer", "defines no shaer; name a function of it"),
         ("", "not of the form path/to/file.py:name"),
@@ -194,7 +206,10 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
         ({"terms": [{"type": "mth"}]}, r"reward\.terms\.0: Input tag 'mth' .* 'math', 'answer_line', 'format'"),
         ({"terms": [{"weight": 1}]}, r"reward\.terms\.0: the key `type` is required"),
         ({"terms": []}, "terms: the first entry is the verdict"),
-        ({"terms": [{"type": "length", "max_tokens": 3}]}, "let it be math, answer_line, code, custom, http or judge"),
+        (
+            {"terms": [{"type": "length", "max_tokens": 3}]},
+            "let it be math, answer_line, .*, http or judge",
+        ),
         ({"terms": [{"type": "math"}, {"type": "format", "pattern": "("}]}, r"terms\.1\.format: pattern='\(' is no regular"),
         (
             {"terms": [{"type": "math"}, {"type": "length", "max_tokens": 3, "min_tokens": 4}]},
