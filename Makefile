@@ -44,7 +44,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(FIRST_PYTHON))
 
-.PHONY: demo demo-plan smollm distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
+.PHONY: demo demo-plan smollm distill sglang launch ablation ablation-off-policy bench race docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -64,7 +64,7 @@ demo-plan:
 
 # A published model, SmolLM2-135M-Instruct, learns a published task, sums of reasoning-gym.
 smollm: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
-	$(BIN)/python -m examples.smollm.model --out .cache/smollm/model
+	$(BIN)/python -m examples.smollm.model --out .cache/smollm/SmolLM2-135M-Instruct
 	$(BIN)/tepo train examples/reasoning_gym.yaml --seed $(SEED) --name smollm-$(if $(filter vllm,$(ENGINE)),,$(ENGINE)-)seed-$(SEED) \
 	  --overwrite true --rollout.engine $(ENGINE)
 
@@ -87,14 +87,14 @@ ablation-off-policy: $(READY)
 	$(BIN)/tepo ablate examples/ablation_off_policy.yaml
 
 # Measure this project and its peers, which have a folder of their own. Half an hour, on a machine that does nothing else.
-bench: $(READY)
-	@set -e; sum=$$(sha256sum < requirements/bench.txt); \
-	if [ "$$(cat $(PEERS)/.ready 2>/dev/null)" != "$$sum" ]; then \
-	  rm -rf $(PEERS); \
-	  $(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --target $(PEERS) -r requirements/bench.txt; \
-	  echo "$$sum" > $(PEERS)/.ready; \
-	fi
+bench: $(READY) $(PEERS)/.ready
 	$(BIN)/python -m benchmarks --peers $(PEERS)
+
+# make smollm against TRL's GRPOTrainer on the same task, model, samples and optimizer steps. Half an hour, on a machine that
+# does nothing else. ARGS: --repeats 1
+race: $(READY) $(PEERS)/.ready
+	$(BIN)/python -m examples.smollm.model --out .cache/smollm/SmolLM2-135M-Instruct
+	$(BIN)/python -m benchmarks.race --peers $(PEERS) $(ARGS)
 
 # SGLang has its own environment, because its pins contradict vLLM's.
 sglang: $(SGLANG)/.ready
@@ -255,6 +255,15 @@ $(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
 	test -x $(MIRROR)/bin/python || $(MIRROR_PYTHON) -m venv --without-pip $(MIRROR); \
 	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --quiet --compile-bytecode -r requirements/gpu-mirror.txt; \
 	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --no-deps --quiet --compile-bytecode -r requirements/gpu-check.txt; \
+	echo "$$sum" > $@
+
+$(PEERS)/.ready: requirements/bench.txt
+	@sum=$$(sha256sum < $<); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	rm -rf $(PEERS); \
+	$(MAKE) --no-print-directory $(READY); \
+	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --target $(PEERS) -r requirements/bench.txt; \
 	echo "$$sum" > $@
 
 # Resolve the pins again.

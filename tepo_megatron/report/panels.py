@@ -25,8 +25,6 @@ from tepo_megatron.report.chart import (
 )
 from tepo_megatron.report.run import RunRecord
 
-# fp32 on the CPU platform keeps the rollout/train log-prob difference below these if the engine serves the actor's weights
-FP32_GATES = {"max": 1e-3, "mean": 1e-5}
 PHASES = {"rollout": BLUE, "grading_wait": ORANGE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
 PHASES_AHEAD = {"wait": BLUE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
 LOSSES = {"raised": RED, "timed_out": ORANGE, "over_limit": PURPLE}
@@ -146,11 +144,9 @@ def constraints(run: RunRecord) -> Chart:
 
 def mismatch(run: RunRecord) -> Chart:
     """Log-prob difference between engine and actor and, if present, the weight that corrects for it."""
-    curves, series, rules = run.curves, [], []
-    gated = run.cfg.platform == "cpu" and run.cfg.model.precision == "fp32"
-    for name, color in (("max", ORANGE), ("mean", BLUE)):
-        series.append(_positive(run, f"rollout/logprob_diff_{name}", color, name))
-        rules += [ReferenceLine(FP32_GATES[name], color, f"limit {FP32_GATES[name]:g}")] if gated else []
+    curves, limit = run.curves, run.cfg.sync.max_logprob_diff
+    series = [_positive(run, f"rollout/logprob_diff_{name}", color, name) for name, color in (("max", ORANGE), ("mean", BLUE))]
+    rules = [ReferenceLine(limit, BLUE, f"limit of the mean {limit:g}")]
     axes = [ChartAxis(series, rules, scale="log")]
     if "correction/weight_mean" in curves:
         axes.append(ChartAxis([line(curves, "correction/weight_mean", PURPLE, "mean correction weight")], [ReferenceLine(1.0)]))

@@ -25,7 +25,7 @@ OWN_MODELS = {
     "models/my-qwen3": ("qwen3", True),
     ".cache/demo/seed-0": ("qwen3", True),
     ".cache/long/seed-0": ("qwen3", True),
-    ".cache/smollm/model": ("llama", True),
+    ".cache/smollm/SmolLM2-135M-Instruct": ("llama", True),
     "runs/demo-code-model/hf": ("qwen3", True),
 }
 NOWHERE = Path("/no-such-folder")  # a model in it is known by its name alone, whatever is on this machine

@@ -144,11 +144,10 @@ def test_steps_without_any_value_are_drawn(tmp_path: Path) -> None:
     assert write_report(tmp_path).exists()
 
 
-@pytest.mark.parametrize(("precision", "limits"), [("fp32", 2), ("bf16", 0)])
-def test_the_fp32_limits_are_drawn_where_they_hold(tmp_path: Path, precision: str, limits: int) -> None:
-    write_run(tmp_path, records(2), model={"path": "m/tiny", "precision": precision})
+def test_the_limit_that_is_drawn_is_the_runs_own(tmp_path: Path) -> None:
+    write_run(tmp_path, records(2), sync={"max_logprob_diff": 0.02})
     axis: ChartAxis = charts(tmp_path)["Rollout/train log-prob difference, nats"].axes[0]
-    assert sum(rule.label.startswith("limit") for rule in axis.rules) == limits
+    assert [rule.y for rule in axis.rules] == [0.02]
 
 
 def test_a_folder_without_metrics_is_a_data_error(tmp_path: Path) -> None:
