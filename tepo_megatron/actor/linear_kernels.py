@@ -20,17 +20,12 @@ _CHANNELS = 8  # causal-conv1d needs a multiple of this many channels where sequ
 
 @dataclass(frozen=True)
 class LinearLayout:
-    """The packed sequences of a microbatch, computed once for all its layers.
+    """The packed sequences of a microbatch, computed once for all its layers."""
 
-    Attributes:
-        lengths: Tokens of each sequence over all CP ranks, padding included.
-        position_T: Position of each token in its sequence.
-        rows_T: Under CP, the place in the order of packing of each token of the ranks, one rank after another. None without CP.
-    """
-
-    lengths: tuple[int, ...]
-    position_T: Tensor
+    lengths: tuple[int, ...]  # tokens of each sequence over all CP ranks, padding included
+    position_T: Tensor  # position of each token in its sequence
     chunks: SequenceChunks
+    # Under CP, the place in the order of packing of each token of the ranks, one rank after another. None without CP.
     rows_T: Tensor | None
 
     @classmethod
@@ -48,15 +43,12 @@ class LinearLayout:
 
 @dataclass(frozen=True)
 class LinearKernels:
-    """The implementations that a layer calls.
+    """The implementations that a layer calls."""
 
-    Attributes:
-        convolution: (x [T, D], weights [D, width], layout) -> SiLU of the causal convolution [T, D].
-        delta_rule: (q, k [T, H, K], v [T, H, V], log decays g, strengths beta [T, H], layout) -> [T, H, V]. Queries and keys
-            are normalized, and all but `v` are fp32.
-    """
-
+    # (x [T, D], weights [D, width], layout) -> SiLU of the causal convolution [T, D]
     convolution: Callable[[Tensor, Tensor, LinearLayout], Tensor]
+    # (q, k [T, H, K], v [T, H, V], log decays g, strengths beta [T, H], layout) -> [T, H, V]. Queries and keys are normalized,
+    # and all but `v` are fp32.
     delta_rule: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LinearLayout], Tensor]
 
     @classmethod

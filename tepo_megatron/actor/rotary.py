@@ -45,13 +45,12 @@ class RotaryTables:
 
     Attributes:
         cu_seqlens, freqs: The tensors that they were computed for.
-        dtype: The type of cos and sin.
         cos, sin: [S, 1, R / 2], of each token's angles.
     """
 
     cu_seqlens: Tensor
     freqs: Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # the type of cos and sin
     cos: Tensor
     sin: Tensor
 

@@ -30,22 +30,19 @@ class AuditBatch:
 
     Attributes:
         token_ids_L, response_mask_L, rollout_logprobs_L, versions_L: Fields of `Rollout`, of all sequences, one after another.
-        lengths_B: Tokens of each sequence, including the prompt.
         prompt_ids_B, rewards_B, scores_B: Fields of `Rollout`; rewards include all penalties.
-        terms: (weight, value) of each term of the reward, for each sequence.
-        updates: Number of updates of the step.
     """
 
     token_ids_L: Array
     response_mask_L: Array
     rollout_logprobs_L: Array
     versions_L: Array
-    lengths_B: Array
+    lengths_B: Array  # tokens of each sequence, including the prompt
     prompt_ids_B: Array
     rewards_B: Array
     scores_B: Array
-    terms: list[list[list[float]]]
-    updates: int
+    terms: list[list[list[float]]]  # (weight, value) of each term of the reward, for each sequence
+    updates: int  # number of updates of the step
 
     def __len__(self) -> int:
         """Return B, the number of sequences."""
@@ -84,28 +81,17 @@ class AuditBatch:
 
 @dataclass(frozen=True)
 class AuditUpdate:
-    """The N response tokens of one update, ordered by sequence and position.
+    """The N response tokens of one update, ordered by sequence and position."""
 
-    Attributes:
-        number: Updates of the step before this one.
-        max_response_tokens: Limit of the length of a response.
-        loss: Loss of the minibatch that training computed.
-        sequences: Sequences of the minibatch, ascending; some may have no response token.
-        sequence_N: Sequence of each token.
-        position_N: Index of each token in its response, from 0.
-        inputs: Inputs of the loss by name, fp64 _N.
-        used: Terms of the loss that training used, by name, fp64 _N.
-    """
-
-    number: int
+    number: int  # updates of the step before this one
     objective: Objective
-    max_response_tokens: int
-    loss: float
-    sequences: Array
-    sequence_N: Array
-    position_N: Array
-    inputs: dict[str, Array]
-    used: dict[str, Array]
+    max_response_tokens: int  # limit of the length of a response
+    loss: float  # loss of the minibatch that training computed
+    sequences: Array  # sequences of the minibatch, ascending; some may have no response token
+    sequence_N: Array  # sequence of each token
+    position_N: Array  # index of each token in its response, from 0
+    inputs: dict[str, Array]  # inputs of the loss by name, fp64 _N
+    used: dict[str, Array]  # terms of the loss that training used, by name, fp64 _N
 
     def find(self, sequence: int, position: int) -> int | None:
         """Return the index of a token; None if its sequence is not in this minibatch."""

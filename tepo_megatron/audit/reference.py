@@ -79,17 +79,11 @@ class Formula:
 
 @dataclass(frozen=True)
 class ReferenceBatch:
-    """The response tokens of a minibatch.
+    """The response tokens of a minibatch."""
 
-    Attributes:
-        lengths_B: int64, response tokens of each sequence; may be 0.
-        prompts_B: int64, number of the prompt of each sequence.
-        inputs: Inputs of the loss, _N, under the names under which `actor/recorder.py` records them.
-    """
-
-    lengths_B: Tensor
-    prompts_B: Tensor
-    inputs: Mapping[str, Tensor]
+    lengths_B: Tensor  # int64, response tokens of each sequence; may be 0
+    prompts_B: Tensor  # int64, number of the prompt of each sequence
+    inputs: Mapping[str, Tensor]  # inputs of the loss, _N, under the names under which `actor/recorder.py` records them
 
     @cached_property
     def sequence_N(self) -> Tensor:
@@ -148,13 +142,12 @@ class Outcome:
     """The loss of a minibatch.
 
     Attributes:
-        terms: Terms of the loss, _N, by the names under which `actor/recorder.py` records them; `loss` has the graph.
-        magnitude: Sum of the absolute values that the loss adds up.
         margin, near_N: See Comparisons.
     """
 
+    # Terms of the loss, _N, by the names under which `actor/recorder.py` records them; `loss` has the graph
     terms: dict[str, Tensor]
-    magnitude: float
+    magnitude: float  # sum of the absolute values that the loss adds up
     margin: float
     near_N: Tensor
 

@@ -29,14 +29,12 @@ class _Written:
     """One archive that was written: a piece of a tensor, or an object if `properties` is None.
 
     Attributes:
-        place: file, start and length of the archive, in bytes.
-        properties: dtype of the tensor.
         offsets: where the piece begins in it.
     """
 
     key: str
-    place: _StorageInfo
-    properties: dcp.TensorProperties | None = None
+    place: _StorageInfo  # file, start and length of the archive, in bytes
+    properties: dcp.TensorProperties | None = None  # dtype of the tensor
     size: torch.Size = torch.Size()  # noqa: RUF009  immutable
     offsets: torch.Size = torch.Size()  # noqa: RUF009
     shape: torch.Size = torch.Size()  # noqa: RUF009

@@ -32,19 +32,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of a verification.
-
-    Attributes:
-        differing: those that are not bitwise equal.
-        errors: relative error of each layer's output and of the logits, by name, in the order of computation.
-        agreement: share of tokens for which both models have the same most likely next token.
-    """
+    """The result of a verification."""
 
     tensors: int
-    differing: tuple[str, ...]
+    differing: tuple[str, ...]  # those that are not bitwise equal
+    # relative error of each layer's output and of the logits, by name, in the order of computation
     errors: tuple[tuple[str, float], ...]
     tokens: int
-    agreement: float
+    agreement: float  # share of tokens for which both models have the same most likely next token
     tolerance: float
 
     @property

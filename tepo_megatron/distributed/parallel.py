@@ -49,28 +49,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The mesh of this run, as this rank sees it.
-
-    Attributes:
-        dp_cp: The ranks over which a gradient is summed, dp x cp.
-        expert_dp: The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
-        host: All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank
-            0's own requests have deadlines, and if rank 0 ends, the other ranks end too.
-        vpp: Virtual pipeline stages (model chunks) per rank.
-        limit: Time limit of the collectives of every other group.
-    """
+    """The mesh of this run, as this rank sees it."""
 
     dp: Axis
     tp: Axis
     pp: Axis
     cp: Axis
     ep: Axis
-    dp_cp: Axis
+    dp_cp: Axis  # the ranks over which a gradient is summed, dp x cp
+    # The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
     expert_dp: Axis
+    # All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank 0's own
+    # requests have deadlines, and if rank 0 ends, the other ranks end too.
     host: dist.ProcessGroup
-    vpp: int
+    vpp: int  # virtual pipeline stages (model chunks) per rank
     device: torch.device
-    limit: datetime.timedelta
+    limit: datetime.timedelta  # time limit of the collectives of every other group
 
     @property
     def rank(self) -> int:

@@ -20,19 +20,14 @@ from tepo_megatron.weights.families import find_family, read_config
 
 @dataclass(frozen=True)
 class KnownBad:
-    """A combination of versions that does not work.
+    """A combination of versions that does not work."""
 
-    Attributes:
-        together: The combination is bad if all of these requirements are installed ("python" is the interpreter).
-        variable: The combination is bad only if this environment variable is set. None: always.
-    """
-
-    together: tuple[str, ...]
+    together: tuple[str, ...]  # the combination is bad if all of these requirements are installed ("python" is the interpreter)
     verdict: Verdict
     why: str
     fix: str
     source: str
-    variable: str | None = None
+    variable: str | None = None  # the combination is bad only if this environment variable is set. None: always.
 
 
 KNOWN_BAD = (

@@ -43,19 +43,15 @@ class EvaluationRequest:
     """Arguments of `tepo evaluate`.
 
     Attributes:
-        checkpoint: Model to evaluate; see `hf_model`.
         config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file.
-        out: Folder to write; None for a folder in `evaluations/` named after the checkpoint.
-        against: Folder of another evaluation to compare with.
-        published: Rows of the paper to print; see `rows_of`.
     """
 
-    checkpoint: Path
+    checkpoint: Path  # model to evaluate; see `hf_model`
     config: str | None
     argv: Sequence[str]
-    out: Path | None
-    against: Path | None
-    published: str
+    out: Path | None  # folder to write; None for a folder in `evaluations/` named after the checkpoint
+    against: Path | None  # folder of another evaluation to compare with
+    published: str  # rows of the paper to print; see `rows_of`
 
 
 def settings(request: EvaluationRequest) -> Config:

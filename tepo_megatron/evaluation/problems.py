@@ -29,21 +29,14 @@ _Numbered = tuple[int, str, Row]  # number from 0, place for messages, row
 
 @dataclass(frozen=True)
 class Problems:
-    """A benchmark that is ready to be sampled.
-
-    Attributes:
-        entry: Protocol, with the changes that the config makes to it.
-        source: File or dataset that the rows come from.
-        prompts: Tokenized problems; their ids are row numbers from 0.
-        changes: What differs from the paper's protocol, in words.
-    """
+    """A benchmark that is ready to be sampled."""
 
     name: str
-    entry: Benchmark
+    entry: Benchmark  # protocol, with the changes that the config makes to it
     max_tokens: int
-    source: str
-    prompts: tuple[Prompt, ...]
-    changes: tuple[str, ...]
+    source: str  # file or dataset that the rows come from
+    prompts: tuple[Prompt, ...]  # tokenized problems; their ids are row numbers from 0
+    changes: tuple[str, ...]  # what differs from the paper's protocol, in words
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Return the sampling parameters of this benchmark."""

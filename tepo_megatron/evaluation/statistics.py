@@ -25,16 +25,11 @@ Scores = Mapping[int, float]  # problem id -> mean score of its samples, in [0, 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        standard_error: Standard error over problems; None for a single problem.
-        by_seed: The same mean for each seed alone.
-    """
+    """A mean over problems."""
 
     mean: float
-    standard_error: float | None
-    by_seed: Mapping[int, float]
+    standard_error: float | None  # standard error over problems; None for a single problem
+    by_seed: Mapping[int, float]  # the same mean for each seed alone
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -101,18 +96,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ScoreEstimate:
-    """A mean of scores in [0, 1]. All but the mean are None for a single problem.
-
-    Attributes:
-        standard_error: Standard error, clustered by problem.
-        interval: 95 % interval of `score_interval`.
-        bootstrap: 95 % interval of `bootstrap_interval`.
-    """
+    """A mean of scores in [0, 1]. All but the mean are None for a single problem."""
 
     mean: float
-    standard_error: float | None
-    interval: Interval | None
-    bootstrap: Interval | None
+    standard_error: float | None  # standard error, clustered by problem
+    interval: Interval | None  # 95 % interval of `score_interval`
+    bootstrap: Interval | None  # 95 % interval of `bootstrap_interval`
 
 
 @dataclass(frozen=True)
@@ -120,16 +109,13 @@ class PairedDifference:
     """Paired difference of two runs on the same problems. The error and intervals are None for a single problem.
 
     Attributes:
-        mean: Mean over problems of their differences.
-        interval: 95 % interval by Student's t, clipped to [-1, 1].
-        bootstrap: 95 % interval of `bootstrap_interval`.
         better, worse: Number of problems that score higher, or lower, than with the baseline.
     """
 
-    mean: float
+    mean: float  # mean over problems of their differences
     standard_error: float | None
-    interval: Interval | None
-    bootstrap: Interval | None
+    interval: Interval | None  # 95 % interval by Student's t, clipped to [-1, 1]
+    bootstrap: Interval | None  # 95 % interval of `bootstrap_interval`
     better: int
     worse: int
     sign_test: float

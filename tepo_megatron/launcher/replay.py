@@ -31,33 +31,22 @@ _NOT_COMPUTED = {"resume", "overwrite", "output", "name", "logging", "checkpoint
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """One call of `tepo replay`.
-
-    Attributes:
-        until: The last step to repeat. None: the last one that the run has taken.
-        engine: Whether the engine samples again. Otherwise the run's recordings are used.
-        name: Name of the new run, in the folder in which the run lies. None: the run's name and "-replay".
-        overrides: Keys to change, as `--section.key VALUE`.
-    """
+    """One call of `tepo replay`."""
 
     run_dir: Path
-    until: int | None = None
-    engine: bool = False
-    name: str | None = None
-    overrides: tuple[str, ...] = ()
+    until: int | None = None  # the last step to repeat. None: the last one that the run has taken.
+    engine: bool = False  # whether the engine samples again. Otherwise the run's recordings are used.
+    name: str | None = None  # name of the new run, in the folder in which the run lies. None: the run's name and "-replay".
+    overrides: tuple[str, ...] = ()  # keys to change, as `--section.key VALUE`
 
 
 @dataclass(frozen=True)
 class Part:
-    """Steps that one start of the run has taken.
-
-    Attributes:
-        config: The config of the start, as plain JSON.
-    """
+    """Steps that one start of the run has taken."""
 
     first: int
     last: int
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the config of the start, as plain JSON
 
 
 def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Callable[[Config], object] = start) -> int:
@@ -160,20 +149,14 @@ def _source(request: ReplayRequest) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        steps: Number of the steps that were compared.
-        difference: The first number of a step that differs, as a sentence. None: all are equal.
-        decision: The first decision that differs, as a sentence. It explains a difference, and is none by itself: groups arrive
-            in another order each time. None: all are equal, or the repetition made none.
-        tensors: Number of compared weights; None if there were none to compare.
-    """
-
-    steps: int
-    difference: str | None
+    steps: int  # number of the steps that were compared
+    difference: str | None  # the first number of a step that differs, as a sentence. None: all are equal.
+    # The first decision that differs, as a sentence. It explains a difference, and is none by itself: groups arrive in another
+    # order each time. None: all are equal, or the repetition made none.
     decision: str | None
-    tensors: int | None
+    tensors: int | None  # number of compared weights; None if there were none to compare
     other_tensors: tuple[str, ...]
 
     @property

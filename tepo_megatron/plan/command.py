@@ -37,24 +37,15 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options of `tepo plan`.
+    """The options of `tepo plan`."""
 
-    Attributes:
-        gpus: Available GPUs. None: as many as the config needs.
-        gpu: Name in `GPUS`.
-        prompt: Mean tokens of a prompt. None: assumed (`workload.py`).
-        response: Mean tokens of a response. None: assumed.
-        dropped: Share of the groups that are entirely right or entirely wrong. None: assumed.
-        run: Folder of a run whose recorded steps replace assumptions. None: there is none.
-    """
-
-    gpus: int | None = None
-    gpu: str = "H100"
-    prompt: int | None = None
-    response: int | None = None
+    gpus: int | None = None  # available GPUs. None: as many as the config needs.
+    gpu: str = "H100"  # name in `GPUS`
+    prompt: int | None = None  # mean tokens of a prompt. None: assumed (`workload.py`).
+    response: int | None = None  # mean tokens of a response. None: assumed.
     json_file: Path | None = None
-    dropped: float | None = None
-    run: Path | None = None
+    dropped: float | None = None  # share of the groups that are entirely right or entirely wrong. None: assumed.
+    run: Path | None = None  # folder of a run whose recorded steps replace assumptions. None: there is none.
 
 
 def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:

@@ -23,12 +23,11 @@ class ScoreChange:
     """Paired difference of two evaluations of the same problems, in percentage points.
 
     Attributes:
-        interval: 95 % interval over problems; None for one problem.
         better, worse, same: Number of problems that score higher, lower and the same.
     """
 
     mean: float
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # 95 % interval over problems; None for one problem
     better: int
     worse: int
     same: int
@@ -50,12 +49,11 @@ class HeldOutProblem:
     """A held-out problem.
 
     Attributes:
-        number: Row of the dataset, from 0.
         before, after: Mean score of its samples before and after the run.
         text, answer: Prompt and gold answer; empty if the dataset can no longer be read.
     """
 
-    number: int
+    number: int  # row of the dataset, from 0
     before: float
     after: float
     text: str
@@ -64,20 +62,13 @@ class HeldOutProblem:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Evaluations of one run.
+    """Evaluations of one run."""
 
-    Attributes:
-        accuracies: (step, accuracy with standard error), in words.
-        change: Change from before to after the run; None without scores of both.
-        after: Problem -> score after the run, for comparisons with other runs.
-        notes: Sentences on faults of the file of scores.
-    """
-
-    accuracies: Sequence[tuple[str, str]]
-    change: ScoreChange | None
+    accuracies: Sequence[tuple[str, str]]  # (step, accuracy with standard error), in words
+    change: ScoreChange | None  # change from before to after the run; None without scores of both
     changed: Sequence[HeldOutProblem]
-    after: Mapping[int, float]
-    notes: Sequence[str] = ()
+    after: Mapping[int, float]  # problem -> score after the run, for comparisons with other runs
+    notes: Sequence[str] = ()  # sentences on faults of the file of scores
 
 
 def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> ScoreChange | None:

@@ -28,28 +28,18 @@ _THOUGHTS_AND_CALLS = ("reasoning_content", "reasoning", "thinking", "tool_calls
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One row to learn from.
+    """One row to learn from."""
 
-    Attributes:
-        token_ids_L: int64.
-        learned_mask_L: bool, True where the token is learned; False at the first token.
-    """
-
-    token_ids_L: Tensor
-    learned_mask_L: Tensor
+    token_ids_L: Tensor  # int64
+    learned_mask_L: Tensor  # bool, True where the token is learned; False at the first token
 
 
 @dataclass(frozen=True)
 class LoadedConversations:
-    """The conversations of one dataset.
+    """The conversations of one dataset."""
 
-    Attributes:
-        conversations: In the order of the dataset.
-        line: What was read and dropped, for the log.
-    """
-
-    conversations: list[Demonstration]
-    line: str
+    conversations: list[Demonstration]  # in the order of the dataset
+    line: str  # what was read and dropped, for the log
 
 
 def load_all(

@@ -199,15 +199,12 @@ class CarriedTensors:
     """The tensors of a HF directory that no model here has, and that exports copy unchanged (`Family.carries`).
 
     A directory without weights has none.
-
-    Attributes:
-        names: their names, sorted.
     """
 
     def __init__(self, directory: Path, carries: Callable[[str], bool]) -> None:
         stored = next(directory.glob("*.safetensors"), None) is not None
         self._reader = HfReader(directory) if stored else None
-        self.names = sorted(filter(carries, self._reader.names())) if self._reader else []
+        self.names = sorted(filter(carries, self._reader.names())) if self._reader else []  # their names, sorted
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors."""

@@ -20,21 +20,14 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's shard of the vocabulary, and the labels that lie in it.
+    """This rank's shard of the vocabulary, and the labels that lie in it."""
 
-    Attributes:
-        columns: Number of real (not padding) columns on this rank.
-        owned_R: bool, whether the label is one of them.
-        column_R: int64, the label's local column, 0 if it is not owned.
-        mask_RK: int64, local columns of the row's sampling mask, NO_TOKEN for those of other ranks. None: all columns count.
-        first: Global id of the first column.
-    """
-
-    columns: int
-    owned_R: Tensor
-    column_R: Tensor
+    columns: int  # number of real (not padding) columns on this rank
+    owned_R: Tensor  # bool, whether the label is one of them
+    column_R: Tensor  # int64, the label's local column, 0 if it is not owned
+    # int64, local columns of the row's sampling mask, NO_TOKEN for those of other ranks. None: all columns count.
     mask_RK: Tensor | None = None
-    first: int = 0
+    first: int = 0  # global id of the first column
 
     @classmethod
     def of(
