@@ -12,9 +12,9 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
+from tepo_megatron.plan.command import read_model
 from tepo_megatron.plan.gpus import GPUS
 from tepo_megatron.plan.memory_parts import PlannedModel
-from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.workload import Workload
 

@@ -1,25 +1,153 @@
-"""The command `tepo plan CONFIG`."""
+"""The command `tepo plan CONFIG`, what `--from RUN` reads of a recorded run, and the sizes of published models."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.config.judge import JudgeTermConfig
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.observability import run_dir
+from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.plan.activations import ON_CPU, Attention, PlannedKernels
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
-from tepo_megatron.plan.models import read_model
-from tepo_megatron.plan.recorded import calibrated, read_run
-from tepo_megatron.plan.roofline import Predictor
+from tepo_megatron.plan.roofline import REFILLS, Predictor
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.tables import as_json, memory_lines, search_lines, time_lines
 from tepo_megatron.plan.workload import Workload
+from tepo_megatron.weights.families import Family, find_family, read_config
+from tepo_megatron.weights.ops import Architecture
+
+# phase of the record -> phases of the plan that it contains
+MEASURED = {
+    "rollout": ("sample", REFILLS),
+    "old_stats": ("old log-probs", "log-probs of the weights that sampled", "reference log-probs"),
+    "update": ("forward and backward", "gradients and weights over dp", "optimizer"),
+    "sync": ("send weights", "change places"),
+}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Means and medians of a run's later half; the first steps compile and warm up."""
+
+    seconds: Mapping[str, float]  # median seconds by phase of the record, and `total`
+    prompt: int
+    response: int
+    dropped: float  # share of the groups that were dropped as entirely right or entirely wrong
+
+
+def read_run(path: Path, samples_per_prompt: int) -> RecordedRun:
+    """Read the records of a run. Raises DataError if no step of its later half trained on anything."""
+    records = read_metrics(path)
+    later = [record for record in records[len(records) // 2 :] if record.get("rollout/kept_groups")]
+    if not later:
+        raise DataError(f"{path}: none of its later steps learned from a group; give the folder of a run that trains")
+
+    def mean(key: str) -> float:
+        return statistics.fmean(float(record.get(key) or 0.0) for record in later)
+
+    tokens = statistics.fmean(float(r["tokens_per_second"] or 0.0) * float(r["seconds/total"] or 0.0) for r in later)
+    response, sampled = mean("rollout/response_tokens_mean"), mean("rollout/sampled_groups")
+    prompt = tokens / (mean("rollout/kept_groups") * samples_per_prompt) - response
+    dropped = 1 - (mean("rollout/kept_groups") + mean("rollout/stale_groups")) / sampled if sampled else 0.0
+    taken = {name: [float(record.get(f"seconds/{name}") or 0.0) for record in later] for name in (*MEASURED, "total")}
+    seconds = {name: statistics.median(values) for name, values in taken.items()}
+    return RecordedRun(seconds, max(1, round(prompt)), max(1, round(response)), min(0.99, max(0.0, dropped)))
+
+
+def calibrated(predictor: Predictor, run: RecordedRun) -> Predictor:
+    """Return the predictor with the phases of the run: what it predicts for the run's own config are the run's seconds."""
+    phases = replace(predictor, factors={}, beyond=0.0).step().phases
+    factors: dict[str, float] = {}
+    for name, parts in MEASURED.items():
+        predicted = sum(phases[part] for part in parts)
+        if predicted > 0 and (run.seconds[name] > 0 or name != "rollout"):
+            factors |= dict.fromkeys(parts, run.seconds[name] / predicted)
+    scaled = replace(predictor, factors=factors, beyond=0.0)
+    extra = run.seconds["total"] - scaled.step().seconds
+    share = replace(scaled, beyond=1.0).step().phases["beyond the phases"]
+    return replace(scaled, beyond=extra / share)
+
+
+# names of the sizes in a config.json
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def _dense(architecture: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    fields = dict(zip(_FIELDS, sizes, strict=True))
+    return {"architectures": [architecture], **fields, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **more}
+
+
+def _hybrid(*sizes: int, value_heads: int) -> dict[str, Any]:
+    """Return the config of a Qwen3.5, whose files hold a vision tower next to the text model."""
+    text = _dense("Qwen3_5ForCausalLM", *sizes, head_dim=256, linear_num_value_heads=value_heads)
+    return {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+
+
+_QWEN2, _QWEN3, _LLAMA = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"
+# directory name of the Hugging Face repository -> its config.json, without keys that do not affect sizes
+KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2.5-7B": _dense(_QWEN2, 3584, 18944, 28, 28, 4, 152064, 131072),
+    "DeepSeek-R1-Distill-Qwen-7B": _dense(_QWEN2, 3584, 18944, 28, 28, 4, 152064, 131072),
+    "Qwen3-14B": _dense(_QWEN3, 5120, 17408, 40, 40, 8, 151936, 40960, head_dim=128),
+    "Qwen3-32B": _dense(_QWEN3, 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128),
+    "DeepSeek-R1-Distill-Llama-8B": _dense(_LLAMA, 4096, 14336, 32, 32, 8, 128256, 131072),
+    "Llama-3.1-8B": _dense(_LLAMA, 4096, 14336, 32, 32, 8, 128256, 131072),
+    "Llama-3.1-70B": _dense(_LLAMA, 8192, 28672, 80, 64, 8, 128256, 131072),
+    "Mistral-7B-Instruct-v0.2": _dense("MistralForCausalLM", 4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=None),
+    "Qwen3-30B-A3B": _dense(
+        "Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, 40960,
+        head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    # the defaults of transformers 5.19 (its docstring: "Qwen3.5-9B style"), and the model card of Qwen/Qwen3.5-27B with the
+    # config.json that repositories quote; every fourth layer has attention
+    "Qwen3.5-9B": _hybrid(4096, 12288, 32, 16, 4, 248320, 262144, value_heads=32),
+    "Qwen3.5-27B": _hybrid(5120, 17408, 64, 24, 4, 248320, 262144, value_heads=48),
+}  # fmt: skip
+
+
+def _without_rotary_frequencies(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {k: v for k, v in hf.items() if k not in ("rope_scaling", "rope_parameters")} | {"rope_theta": 1e4}
+
+
+def read_model(path: str | Path) -> tuple[Family, Architecture]:
+    """Return family and sizes of `model.path`, from its config.json if present, else from `KNOWN` by the directory's name.
+
+    Rotary frequencies do not affect sizes and are left out.
+
+    Raises:
+        ConfigError: The model is neither here nor known. Errors of the family's reader pass through.
+    """
+    try:
+        hf: Mapping[str, Any] = read_config(path)
+    except CheckpointError:
+        name = Path(path).name
+        if (Path(path) / "config.json").exists():
+            raise
+        if name not in KNOWN:
+            raise ConfigError(
+                f"model.path={path}: config.json is not there, and {name} is none of the models whose sizes are known: "
+                f"{', '.join(KNOWN)}; copy that file to {path}/"
+            ) from None
+        hf = KNOWN[name]
+    family = find_family(hf)
+    field = family.text_config
+    hf = _without_rotary_frequencies(hf) if field is None else {**hf, field: _without_rotary_frequencies(hf[field])}
+    return family, family.architecture(hf)
+
 
 # largest component of a state that does not fit -> fix
 _FIXES = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.command import read_model
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.platform import activate
 from tepo_megatron.types import Rollout, TrainBatch
