@@ -84,10 +84,8 @@ class AblationPlan:
 def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> AblationPlan:
     """Read an ablation's file, apply `--key value` words, and check every run.
 
-    A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run.
-
-    Raises:
-        ConfigError: The file or a run is invalid. The message names file, run and key.
+    A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run. Raises
+    ConfigError if the file or a run is invalid. The message names file, run and key.
     """
     tree = read_yaml(path)
     for_every_run: list[tuple[str, Any]] = []

@@ -127,10 +127,8 @@ def advantages_of(batch: AuditBatch, kind: str) -> Array:
 
 
 def reference_terms(batch: AuditBatch, record: AuditUpdate) -> tuple[dict[str, Array], Array]:
-    """Return the terms of an update and the tokens near to a threshold, as AuditedUpdate has them.
-
-    Raises:
-        DataError: An input that the objective needs was not recorded.
+    """Return the terms of an update and the tokens near to a threshold, as AuditedUpdate has them. Raises DataError if an input
+    that the objective needs was not recorded.
     """
     method = Formula.of(asdict(record.objective), max_response_tokens=record.max_response_tokens)
     lengths_B, prompts_B = (torch.from_numpy(x[record.sequences]) for x in (batch.response_lengths_B, batch.prompt_ids_B))

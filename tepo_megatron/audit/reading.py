@@ -106,10 +106,8 @@ def steps(run: Path) -> list[int]:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Return the folder of a step's records.
-
-    Raises:
-        DataError: The run has recorded nothing of the step. The message says which steps there are.
+    """Return the folder of a step's records. Raises DataError if the run has recorded nothing of the step. The message says
+    which steps there are.
     """
     known = steps(run)
     if step in known:
@@ -150,10 +148,8 @@ def read_batch(folder: Path) -> AuditBatch:
 
 
 def read_update(folder: Path, number: int, batch: AuditBatch) -> AuditUpdate:
-    """Return the tokens of an update, from the files of all ranks that computed a part of its loss.
-
-    Raises:
-        DataError: A file is missing or damaged, files contradict each other, or a token is missing or recorded twice.
+    """Return the tokens of an update, from the files of all ranks that computed a part of its loss. Raises DataError if a file
+    is missing or damaged, files contradict each other, or a token is missing or recorded twice.
     """
     paths = sorted(folder.glob(f"update-{number:03d}-shard-*.safetensors"))
     if not paths:

@@ -158,10 +158,8 @@ class Outcome:
 
 
 def evaluate(m: Formula, batch: ReferenceBatch) -> Outcome:
-    """Return the loss of a minibatch, differentiable with respect to the inputs `logprob`, `entropy` and `teacher_kl`.
-
-    Raises:
-        KeyError: An input that the method needs is missing, or one of its parts is unknown.
+    """Return the loss of a minibatch, differentiable with respect to the inputs `logprob`, `entropy` and `teacher_kl`. Raises
+    KeyError if an input that the method needs is missing, or one of its parts is unknown.
     """
     inputs = batch.inputs
     logprob_N, entropy_N = inputs["logprob"], inputs["entropy"]

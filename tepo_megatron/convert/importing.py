@@ -194,11 +194,9 @@ def import_hf(source: Path, out: Path) -> int:
 
 
 def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> ConversionPlan:
-    """Return the plan of a HF directory, after a check that its tensors and its tokenizer fit its config.json.
-
-    Raises:
-        ConversionError: the model is quantized or not supported, a tensor is missing or left over, or the tokenizer has ids
-            beyond the vocabulary.
+    """Return the plan of a HF directory, after a check that its tensors and its tokenizer fit its config.json. Raises
+    ConversionError if the model is quantized or not supported, a tensor is missing or left over, or the tokenizer has ids
+    beyond the vocabulary.
     """
     if "quantization_config" in hf_config:
         raise ConversionError(

@@ -69,10 +69,8 @@ def settings(request: EvaluationRequest) -> Config:
 
 
 def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
-    """Evaluate, print the tables and write the folder; return the folder.
-
-    Raises:
-        TepoError: The settings, the checkpoint, the data, the engine or the grader fail.
+    """Evaluate, print the tables and write the folder; return the folder. Raises TepoError if the settings, the checkpoint, the
+    data, the engine or the grader fail.
     """
     cfg = settings(request)
     out = request.out or Path("evaluations") / "-".join(request.checkpoint.resolve().parts[-2:]).strip("/-")
@@ -170,10 +168,8 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     """Yield a Hugging Face directory of the model.
 
     This is `path` itself, the `hf` folder in it (of a run, or of a checkpoint saved with checkpoint.hf), or the result of
-    converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit.
-
-    Raises:
-        CheckpointError: Something is missing, which the message names; or as `weights.convert.exporting`.
+    converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit. Raises CheckpointError:
+    something is missing, which the message names; or as `weights.convert.exporting`.
     """
     for folder in (path, path / "hf"):
         if is_model(folder):

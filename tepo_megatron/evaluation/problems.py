@@ -48,10 +48,8 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
 
     No problem is dropped, since the result would then be that of another benchmark. A file may hold each problem several times:
     errors are over distinct problems, so its copies become samples of one problem, or are left out if it is solved greedily.
-
-    Raises:
-        DataError: There are no rows, a row has no problem or no answer, or a prompt is too long. The message has file, line and
-            fix.
+    Raises DataError if there are no rows, a row has no problem or no answer, or a prompt is too long. The message has file,
+    line and fix.
     """
     found = []
     for name in cfg.benchmarks:

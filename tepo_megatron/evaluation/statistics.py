@@ -215,10 +215,7 @@ def sign_test(better: int, worse: int) -> float:
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the probability that at least one of k samples, drawn without replacement, is right: 1 - C(n - c, k) / C(n, k).
 
-    This is the unbiased estimate of arXiv 2107.03374.
-
-    Raises:
-        ValueError: Not 0 <= right <= samples, or not 1 <= k <= samples.
+    This is the unbiased estimate of arXiv 2107.03374. Raises ValueError if not 0 <= right <= samples, or not 1 <= k <= samples.
     """
     if not (0 <= right <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {right} right among {samples} samples")

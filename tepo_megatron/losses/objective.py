@@ -51,10 +51,8 @@ CHOICES: dict[str, Collection[str]] = {
 @dataclass(frozen=True, kw_only=True)
 class Objective(ObjectiveParts):
     """A method, callable as its loss. Each string names an entry of RATIOS, SURROGATES, ESTIMATORS (`kl`), MASKS, AGGREGATES or
-    ADVANTAGES. `weighting` and `correction` have a type each, which names an entry of WEIGHTINGS or CORRECTIONS.
-
-    Raises:
-        ConfigError: A name is in no table, or parts contradict each other.
+    ADVANTAGES. `weighting` and `correction` have a type each, which names an entry of WEIGHTINGS or CORRECTIONS. Raises
+    ConfigError if a name is in no table, or parts contradict each other.
     """
 
     dynamic_sampling: bool = False  # sample further prompts to replace groups whose scores are all equal

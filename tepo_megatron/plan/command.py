@@ -126,10 +126,8 @@ def _without_rotary_frequencies(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_model(path: str | Path) -> tuple[Family, Architecture]:
     """Return family and sizes of `model.path`, from its config.json if present, else from `KNOWN` by the directory's name.
 
-    Rotary frequencies do not affect sizes and are left out.
-
-    Raises:
-        ConfigError: The model is neither here nor known. Errors of the family's reader pass through.
+    Rotary frequencies do not affect sizes and are left out. Raises ConfigError if the model is neither here nor known. Errors
+    of the family's reader pass through.
     """
     try:
         hf: Mapping[str, Any] = read_config(path)
@@ -177,10 +175,8 @@ class PlanRequest:
 
 
 def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
-    """Return the predictor of a config.
-
-    Raises:
-        ConfigError: The GPU is not in the table. Errors of `read_model` and of `read_run` pass through.
+    """Return the predictor of a config. Raises ConfigError if the GPU is not in the table. Errors of `read_model` and of
+    `read_run` pass through.
     """
     if request.gpu not in GPUS:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")

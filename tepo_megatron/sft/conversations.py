@@ -45,11 +45,7 @@ class LoadedConversations:
 def load_all(
     cfg: SftConfig, data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
 ) -> list[LoadedConversations]:
-    """Load the conversations to learn from, and the held-out ones if there are any.
-
-    Raises:
-        DataError: As `load_conversations`.
-    """
+    """Load the conversations to learn from, and the held-out ones if there are any. Raises as `load_conversations`."""
     assert cfg.data is not None, "the command refuses it"
     stops = stop_tokens(model_path, tokenizer, stop_token_ids)
     shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
@@ -64,10 +60,8 @@ def load_conversations(
     template_kwargs: Mapping[str, Any],
     skip_bad_rows: bool,
 ) -> LoadedConversations:
-    """Load a dataset as conversations.
-
-    Raises:
-        DataError: A row cannot be used (the message has file, row and the fix), or none is left.
+    """Load a dataset as conversations. Raises DataError if a row cannot be used (the message has file, row and the fix), or
+    none is left.
     """
     place = DatasetSource.of(source)
     reader = place.reader()

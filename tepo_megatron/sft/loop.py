@@ -100,10 +100,8 @@ class ConversationSource:
         groups: parallel.ParallelDims,
         run_dir: Path,
     ) -> "ConversationSource":
-        """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`.
-
-        Raises:
-            DataError: On every rank: the data cannot be used.
+        """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`. Raises
+        DataError: on every rank: the data cannot be used.
         """
         loaded: list[Any] = []
 

@@ -158,11 +158,7 @@ def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict
 
 
 def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index that makes several files one HF checkpoint.
-
-    Args:
-        total_bytes: bytes of all tensors.
-    """
+    """Write the index that makes several files one HF checkpoint. `total_bytes`: bytes of all tensors."""
     weight_map = {name: file for file, names in written.items() for name in names}
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     (directory / INDEX).write_text(text)
@@ -233,10 +229,8 @@ def set_config(directory: Path, changes: Mapping[str, Any]) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Sync a finished directory to disk, and rename it to its final path.
 
-    A directory that is already there is moved aside first and removed afterwards.
-
-    Raises:
-        OSError: a file cannot be synced or a directory cannot be renamed.
+    A directory that is already there is moved aside first and removed afterwards. Raises OSError if a file cannot be synced or
+    a directory cannot be renamed.
     """
     for path in (*temporary.rglob("*"), temporary):
         sync(path)
