@@ -59,7 +59,7 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     samples = f"{cfg.evaluation.samples} sample{'s' if cfg.evaluation.samples > 1 else ''}"
     sets = "; ".join(f"{row.name}: {_keys(plan.file.runs[row.name])}" for row in table)
     comparisons = len(table) - 1
-    said = [
+    sentences = [
         f"All runs start from {cfg.model.path}, accuracy {_with_error(before) if before else NOTHING}. They differ only in the "
         f"seed and in the keys that each sets. {sets}.",
         "Runs of one seed share prompts and random numbers: updates that hardly differ give the same samples and figures.",
@@ -72,7 +72,7 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
         f"Entropy: of the actor on the tokens it learned from, mean of the last {WINDOW} steps and over seeds.",
     ]
     if comparisons:
-        said.append(
+        sentences.append(
             f"Points over {plan.baseline}: paired, problem by problem, on the same seeds; interval: ± {NORMAL_95:.2f} SE over "
             f"problems. `over seeds`: from {MIN_SEEDS} seeds on the 95 % interval of the seeds' differences by Student's t, "
             "else the lowest and the highest. `within noise`: the interval over problems covers 0. `beyond problem noise` is "
@@ -80,7 +80,7 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
             f"differs, some of {comparisons} such interval{'s' if comparisons > 1 else ''} may miss 0, with a chance of up to "
             f"{min(1, 0.05 * comparisons):.0%}."
         )
-    return said
+    return sentences
 
 
 def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:
@@ -183,19 +183,19 @@ def _finished_runs(plan: AblationPlan) -> set[tuple[str, int]]:
 
     Raises ConfigError for a finished run of another config, unless the plan may overwrite it.
     """
-    found = set()
+    finished = set()
     for name, by_seed in plan.runs.items():
         for seed, cfg in by_seed.items():
             if not (cfg.run_dir / "summary.json").exists():
                 continue
             if _config_in(cfg.run_dir) == cfg:
-                found.add((name, seed))
+                finished.add((name, seed))
             elif not plan.file.overwrite:
                 raise ConfigError(
                     f"{cfg.run_dir} holds a finished run of another config; choose another `name` of the ablation, or replace "
                     "such runs with --overwrite true"
                 )
-    return found
+    return finished
 
 
 def _write_results(plan: AblationPlan, outcomes: dict[str, dict[int, RunOutcome]], errors: dict[str, dict[int, str]]) -> None:

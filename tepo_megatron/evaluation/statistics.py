@@ -109,7 +109,7 @@ class PairedDifference:
     """Paired difference of two runs on the same problems. The error and intervals are None for a single problem.
 
     Attributes:
-        better, worse: Number of problems that score higher, or lower, than with the baseline.
+        better, worse, same: Number of problems that score higher than with the baseline, lower, and the same.
     """
 
     mean: float  # mean over problems of their differences
@@ -118,7 +118,18 @@ class PairedDifference:
     bootstrap: Interval | None  # 95 % interval of `bootstrap_interval`
     better: int
     worse: int
+    same: int
     sign_test: float
+
+    def __str__(self) -> str:
+        bounds = "" if self.interval is None else f" [{100 * self.interval[0]:+z.1f}, {100 * self.interval[1]:+z.1f}]"
+        return f"{100 * self.mean:+z.1f} points{bounds}"
+
+    @property
+    def verdict(self) -> str:
+        """Strongest statement that the interval supports."""
+        within = self.interval is None or self.interval[0] <= 0 <= self.interval[1]
+        return "within noise" if within else "beyond the noise of these problems"
 
 
 def share(means: Sequence[float], samples: int) -> ScoreEstimate:
@@ -134,11 +145,12 @@ def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDiffe
     changes = [a - b for a, b in zip(means, baseline, strict=True)]
     mean, error = statistics.fmean(changes), standard_error(changes)
     better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
-    if error is None:
-        return PairedDifference(mean, None, None, None, better, worse, sign_test(better, worse))
-    half = student_95(len(changes) - 1) * error
-    interval = max(-1.0, mean - half), min(1.0, mean + half)
-    return PairedDifference(mean, error, interval, bootstrap_interval(changes), better, worse, sign_test(better, worse))
+    interval = bootstrap = None
+    if error is not None:
+        half = student_95(len(changes) - 1) * error
+        interval, bootstrap = (max(-1.0, mean - half), min(1.0, mean + half)), bootstrap_interval(changes)
+    same = len(changes) - better - worse
+    return PairedDifference(mean, error, interval, bootstrap, better, worse, same, sign_test(better, worse))
 
 
 def score_interval(mean: float, error: float, problems: int, samples: int) -> Interval:

@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, parse_overrides, plain, resolved_today, set_key, validate
 from tepo_megatron.errors import ConfigError, DataError
@@ -21,6 +18,7 @@ from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.launcher.start import start
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.rollout import decisions, record
+from tepo_megatron.weights.hf_io import HfReader, bitwise_equal
 
 # Numbers of the machine and of the engine that sampled, which a repetition has of its own.
 _OWN = ("seconds/", "memory/", "alert/", "gate/", "sync/", "server/", "tokens_per_second", "rollout/server_restarts")
@@ -217,24 +215,8 @@ def _decision(first: Path, again: Path, until: int) -> str | None:
 
 def _weights(first: Path, again: Path) -> tuple[int, tuple[str, ...]]:
     """Return the number of tensors and the names of those that differ. One tensor of each is in memory at a time."""
-    files, files_again = _files_of(first), _files_of(again)
-    names = sorted(files.keys() | files_again.keys())
-    other = [name for name in names if name not in files or name not in files_again]
-    for name in (name for name in names if name not in other):
-        if not torch.equal(_bits(files[name], name), _bits(files_again[name], name)):
-            other.append(name)
-    return len(names), tuple(sorted(other))
-
-
-def _files_of(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found
-
-
-def _bits(path: Path, name: str) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor = file.get_tensor(name)
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+    readers = HfReader(first), HfReader(again)
+    names, names_again = (reader.names() for reader in readers)
+    other = names ^ names_again
+    other |= {name for name in names & names_again if not bitwise_equal(*(reader.get(name) for reader in readers))}
+    return len(names | names_again), tuple(sorted(other))

@@ -112,6 +112,12 @@ class HfReader:
             raise CheckpointError(f"{file}: {fault}") from None
 
 
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether dtype, shape and all bits are equal, so that 0.0 differs from -0.0."""
+    integers = {2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.uint8)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.view(integers))
+
+
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:
     """Write a stream of named tensors to `prefix-00000.safetensors`, `prefix-00001.safetensors` and so on.
 
