@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run converts names to capitals
 _SECRET_WORDS = {"SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS"}
 _LAST_WORDS = {"TOKEN", "PASS", "AUTH", "PAT", "COOKIE", "PWD"}  # of MY_PASS, HF_AUTH, GITHUB_PAT
 _PLACES = {"FILE", "PATH", "DIR", "FOLDER", "URL"}  # where a secret is, unless the value shows it
-_SECRET_VALUE = re.compile(
+_VALUE = re.compile(
     r"\w://[^\s/:@]*:[^\s/@]+@"  # a password in a URL
     r"|(?<![\w-])(hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|ya29\.|eyJ[\w-]+\.eyJ)[\w-]{8}"  # well-known keys
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s+\S{8}"
@@ -50,7 +50,7 @@ def is_secret_name(name: str) -> bool:
 
 def has_secret(text: str) -> bool:
     """Return whether a text holds what looks like a secret."""
-    return _SECRET_VALUE.search(text) is not None
+    return _VALUE.search(text) is not None
 
 
 def assigns_secret(line: str) -> bool:
