@@ -63,8 +63,6 @@ class SlurmConfig:
     Attributes:
         warning_seconds: Seconds before the time limit at which a run is asked to save and end, to be queued again. They have to
             be enough for the update of a step and for a checkpoint.
-        convert, evaluate: Options of sbatch for the job of that command ("mem: 128G", "gpus_per_node: '2'"), which then shares
-            its machine with other jobs and gets no GPU but these. None: it takes a whole machine, like a run.
     """
 
     account: str
@@ -90,6 +88,8 @@ class SlurmConfig:
     # between its start and the warning. 0: no limit.
     idle_starts: NonNegative = 3
     options: dict[str, str] = Field(default_factory=dict)  # further options of sbatch, by name ("mail_type: END")
+    # convert, evaluate: options of sbatch for the job of that command ("mem: 128G", "gpus_per_node: '2'"), which then shares
+    # its machine with other jobs and gets no GPU but these. None: it takes a whole machine, like a run.
     convert: dict[str, str] | None = None
     evaluate: dict[str, str] | None = None
 

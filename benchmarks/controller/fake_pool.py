@@ -34,16 +34,13 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The answers of the servers, and their timing.
-
-    Attributes:
-        least_seconds, most_seconds: Each answer is sent after a random time between these.
-    """
+    """The answers of the servers, and their timing."""
 
     servers: int
     mean: float  # mean number of tokens of a sample
     cap: int
     answers: int = 64
+    # least_seconds, most_seconds: each answer is sent after a random time between these
     least_seconds: float = 0.0
     most_seconds: float = 0.0
     format: str = "json"  # "json", or "binary" for requests that accept the package's binary format

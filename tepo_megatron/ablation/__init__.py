@@ -120,13 +120,11 @@ def _keys(tree: Mapping[str, Any]) -> str:
 
 
 def _with_error(estimate: Estimate) -> str:
-    """Return a mean in percent ± its standard error."""
     error = "" if estimate.standard_error is None else f" ± {100 * estimate.standard_error:.1f}"
     return f"{100 * estimate.mean:.1f}{error}"
 
 
 def _with_interval(estimate: Estimate) -> str:
-    """Return a difference in percentage points with its 95 % interval."""
     interval = estimate.interval
     bounds = "" if interval is None else f" [{100 * interval[0]:+z.1f}, {100 * interval[1]:+z.1f}]"
     return f"{100 * estimate.mean:+z.1f}{bounds}"

@@ -145,7 +145,6 @@ def _check_comparable(plan: AblationPlan, path: str | Path) -> None:
 
 
 def _shared_settings(model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig) -> dict[str, Any]:
-    """Return the settings that all runs must share."""
     fields = {f"data.{field.name}": getattr(data, field.name) for field in dataclasses.fields(data)}
     of_training = ("data.train", "data.shuffle")
     keys = {"model.path": model.path, "evaluation": evaluation}

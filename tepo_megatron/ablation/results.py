@@ -32,14 +32,11 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded.
-
-    Attributes:
-        before, after: Accuracy before and after the run.
-    """
+    """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded."""
 
     name: str
     problems: int
+    # before, after: accuracy before and after the run
     before: Estimate | None
     after: Estimate | None
     steps_to_best: float | None  # mean over seeds of `steps_to_share_of_best`

@@ -26,18 +26,15 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class AuditBatch:
-    """The sequences of a step, as training used them.
+    """The sequences of a step, as training used them."""
 
-    Attributes:
-        token_ids_L, response_mask_L, rollout_logprobs_L, versions_L: Fields of `Rollout`, of all sequences, one after another.
-        prompt_ids_B, rewards_B, scores_B: Fields of `Rollout`; rewards include all penalties.
-    """
-
+    # token_ids_L, response_mask_L, rollout_logprobs_L, versions_L: fields of `Rollout`, of all sequences, one after another
     token_ids_L: Array
     response_mask_L: Array
     rollout_logprobs_L: Array
     versions_L: Array
     lengths_B: Array  # tokens of each sequence, including the prompt
+    # prompt_ids_B, rewards_B, scores_B: fields of `Rollout`; rewards include all penalties
     prompt_ids_B: Array
     rewards_B: Array
     scores_B: Array

@@ -139,15 +139,12 @@ class Comparisons:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of a minibatch.
-
-    Attributes:
-        margin, near_N: See Comparisons.
-    """
+    """The loss of a minibatch."""
 
     # Terms of the loss, _N, by the names under which `actor/recorder.py` records them; `loss` has the graph
     terms: dict[str, Tensor]
     magnitude: float  # sum of the absolute values that the loss adds up
+    # margin, near_N: see Comparisons
     margin: float
     near_N: Tensor
 

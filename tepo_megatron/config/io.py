@@ -318,6 +318,5 @@ def _keys_named(root: type, name: str) -> list[str]:
 
 
 def _sections_in(hint: Any) -> list[type]:
-    """Return the section classes that occur in a type hint."""
     inner = [section for arg in typing.get_args(hint) for section in _sections_in(arg)]
     return [hint] if dataclasses.is_dataclass(hint) and isinstance(hint, type) else inner

@@ -149,5 +149,4 @@ class NoRedundantCopies(TorchFunctionMode):
 
 
 def _meta(slot: ParameterSlot) -> Tensor:
-    """Return the parameter, on the meta device."""
     return slot.binding.parameter.detach()

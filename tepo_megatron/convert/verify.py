@@ -127,7 +127,6 @@ def _hf_outputs(source: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, T
 def _megatron_outputs(
     checkpoint: Path, arch: Architecture, groups: ParallelDims, tokens: Tensor, precision: str
 ) -> dict[str, Tensor]:
-    """Return the same outputs of the Megatron model."""
     from megatron.core import dist_checkpointing
 
     from tepo_megatron.actor import build

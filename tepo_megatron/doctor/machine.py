@@ -196,7 +196,6 @@ def _existing(folder: Path) -> Path:
 
 
 def _write_speed(folder: Path) -> float:
-    """Return the speed of a synced write, in bytes per second."""
     with PrivateFolder.create("doctor", folder) as private, (private.path / "written").open("wb") as file:
         start = time.perf_counter()
         file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))

@@ -40,13 +40,10 @@ EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Arguments of `tepo evaluate`.
-
-    Attributes:
-        config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file.
-    """
+    """Arguments of `tepo evaluate`."""
 
     checkpoint: Path  # model to evaluate; see `hf_model`
+    # config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file
     config: str | None
     argv: Sequence[str]
     out: Path | None  # folder to write; None for a folder in `evaluations/` named after the checkpoint

@@ -28,7 +28,6 @@ class EvaluationFolder:
     """One evaluation on disk, to which benchmarks are added one by one."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Open the folder; nothing is written yet."""
         self.path, self._about = path, dict(about)
         # each by benchmark
         self._entries: dict[str, Any] = {}

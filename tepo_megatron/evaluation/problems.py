@@ -116,7 +116,6 @@ def _read(reader: RowReader) -> Iterator[_Numbered]:
 
 
 def _file(name: str, folder: str | None) -> Path | None:
-    """Return the local file of a benchmark, or None."""
     file = None if folder is None else Path(folder) / f"{name}.jsonl"
     return file if file is not None and file.exists() else None
 

@@ -26,12 +26,9 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchmarkComparison:
-    """Comparison of two runs on one benchmark.
+    """Comparison of two runs on one benchmark."""
 
-    Attributes:
-        ours, theirs: Mean score of the first and the second run, in [0, 1].
-    """
-
+    # ours, theirs: mean score of the first and the second run, in [0, 1]
     ours: float
     theirs: float
     difference: PairedDifference  # first minus second, paired by problem

@@ -99,7 +99,6 @@ class BenchmarkRuns:
                 shutil.rmtree(self.folder(step))
 
     def _steps(self) -> list[int]:
-        """Return the steps that have a folder, in order."""
         names = [path.name.removeprefix("step-") for path in (self.run_dir / FOLDER).glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 

@@ -106,16 +106,13 @@ class ScoreEstimate:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Paired difference of two runs on the same problems. The error and intervals are None for a single problem.
-
-    Attributes:
-        better, worse, same: Number of problems that score higher than with the baseline, lower, and the same.
-    """
+    """Paired difference of two runs on the same problems. The error and intervals are None for a single problem."""
 
     mean: float  # mean over problems of their differences
     standard_error: float | None
     interval: Interval | None  # 95 % interval by Student's t, clipped to [-1, 1]
     bootstrap: Interval | None  # 95 % interval of `bootstrap_interval`
+    # better, worse, same: number of problems that score higher than with the baseline, lower, and the same
     better: int
     worse: int
     same: int

@@ -109,7 +109,6 @@ def computed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_of(part: Part, request: ReplayRequest, *, is_first: bool, is_only: bool) -> Config:
-    """Return the config with which a part is repeated."""
     tree = deepcopy(dict(part.config))
     folder = request.run_dir.absolute()
     name = request.name or f"{folder.name}-replay"

@@ -24,16 +24,13 @@ _TINY = 1e-20  # smallest probability of all other tokens in the binary KL
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """The numbers that surrogates take.
-
-    Attributes:
-        tau_positive, tau_negative: Temperatures of `soft_gate` where A > 0, and elsewhere.
-    """
+    """The numbers that surrogates take."""
 
     low: float  # the ratio is clipped from below at 1 - low
     high: float  # the ratio is clipped from above at 1 + high
     # Dual-clip constant above 1: where A < 0, the value does not fall below dual * A. None: no such floor.
     dual: float | None = None
+    # tau_positive, tau_negative: temperatures of `soft_gate` where A > 0, and elsewhere
     tau_positive: float = 1.0
     tau_negative: float = 1.05
     # Limit of the divergence of a token in `trust_region_tv` (of probabilities) and `trust_region_kl` (nats)

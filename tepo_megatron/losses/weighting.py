@@ -47,12 +47,9 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch.
+    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch."""
 
-    Attributes:
-        weight_N, penalty_N: The fields of `TokenWeights`.
-    """
-
+    # weight_N, penalty_N: the fields of `TokenWeights`
     weight_N: Tensor
     penalty_N: Tensor
     tokens: MinibatchTokens | None = None  # the tokens that they were computed from, for records of the loss

@@ -24,16 +24,13 @@ _HALF = statistics.NormalDist().inv_cdf(0.975)  # half width of a 95 % interval,
 
 @dataclass(frozen=True)
 class HeldOutProblem:
-    """A held-out problem.
-
-    Attributes:
-        before, after: Mean score of its samples before and after the run.
-        text, answer: Prompt and gold answer; empty if the dataset can no longer be read.
-    """
+    """A held-out problem."""
 
     number: int  # row of the dataset, from 0
+    # before, after: mean score of its samples before and after the run
     before: float
     after: float
+    # text, answer: prompt and gold answer; empty if the dataset can no longer be read
     text: str
     answer: str
 

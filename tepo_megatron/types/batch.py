@@ -46,11 +46,9 @@ class TokenStats:
     """Log-prob of the label and entropy of the distribution, for each response row.
 
     The distribution is over the row's sampling mask, or over the whole vocabulary without one.
-
-    Attributes:
-        logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable.
     """
 
+    # logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable
     logprob_R: Tensor
     entropy_R: Tensor
     recomputed: RecomputedMasks | None = None  # sampling masks recomputed from the logits. None: not asked for.

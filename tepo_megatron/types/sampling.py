@@ -165,9 +165,6 @@ class SamplingParams:
 
     Sampling options without a field are switched off in the engine (min_p=0, repetition_penalty=1), because the actor
     recomputes log-probs under temperature, top-k and top-p alone.
-
-    Attributes:
-        top_k, top_p: See `Truncation`.
     """
 
     samples: int = 1  # responses per prompt
@@ -176,6 +173,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a response; the response includes them. Empty: the engine decides.
     # Routing of the model, if the engine is to return the experts that it chose. None: not requested.
     routing: Routing | None = None
+    # top_k, top_p: see `Truncation`
     top_k: int = -1
     top_p: float = 1.0
 

@@ -42,7 +42,6 @@ class BucketPlan:
     """
 
     def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> None:
-        """Store the parts; see `agree`, which makes the plan."""
         self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
         self.sent = sent_by(bindings, groups)  # the parameters that leave through this rank's tensor-parallel group
         self.senders: list[int] = []

@@ -68,7 +68,6 @@ class HfReader:
         return found
 
     def _index(self) -> dict[str, Path]:
-        """Return the file of each tensor, by its name."""
         index = self.path / INDEX
         if index.exists():
             try:
@@ -209,7 +208,6 @@ class CarriedTensors:
         self.names = sorted(filter(carries, self._reader.names())) if self._reader else []  # their names, sorted
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors."""
         for name in self.names:
             yield name, self.get(name)
 

@@ -84,7 +84,6 @@ class RoutedSampler:
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """Return one prompt's samples."""
         whole = GenerationRequest(prompt, sampling, seed)
         group = await self._answer([whole])
         while lacking := continuations(group, prompt, whole.sampling, seed):
