@@ -8,7 +8,7 @@ from pathlib import Path
 from tepo_megatron.config import Config, RolloutConfig
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.data import load_tokenizer
-from tepo_megatron.doctor import inputs, machine, model, trial
+from tepo_megatron.doctor import machine, model, trial
 from tepo_megatron.doctor.findings import Finding, found_by
 from tepo_megatron.sft.conversations import load_all
 from tepo_megatron.sft.settings import supervised
@@ -50,7 +50,7 @@ def examine(
         ("disk", partial(machine.disk, Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)),
         ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
         ("tokenizer", partial(model.tokenizer, cfg.model.path, cfg.data, cfg.rollout.stop_token_ids)),
-        ("data", partial(inputs.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
+        ("data", partial(model.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
         ("conversations", conversations),
     ):
         for finding in found_by(name, look):
