@@ -34,15 +34,10 @@ _RIGHT, _FILL, _EARLY_END = 0.86, 0.25, 1e-3
 
 @dataclass(frozen=True)
 class ChainTask:
-    """The chains of all seeds.
+    """The chains of all seeds."""
 
-    Attributes:
-        symbols_SK: Number of symbols n_k that a prompt asks for.
-        right_SKP: The right token in each state; the end where p = n_k.
-    """
-
-    symbols_SK: Tensor
-    right_SKP: Tensor
+    symbols_SK: Tensor  # number of symbols n_k that a prompt asks for
+    right_SKP: Tensor  # the right token in each state; the end where p = n_k
 
     @classmethod
     def of(cls, seeds: Sequence[int]) -> ChainTask:
@@ -65,16 +60,12 @@ class ChainTask:
 
 @dataclass(frozen=True)
 class Responses:
-    """Sampled responses of one seed, [B, T] and padded to the longest.
-
-    Attributes:
-        mask_BT: bool, the tokens that the policy sampled.
-    """
+    """Sampled responses of one seed, [B, T] and padded to the longest."""
 
     prompt_B: Tensor
     progress_BT: Tensor
     token_BT: Tensor
-    mask_BT: Tensor
+    mask_BT: Tensor  # bool, the tokens that the policy sampled
     reward_B: Tensor
 
 
@@ -109,11 +100,7 @@ class SeedAdam:
 
     @torch.no_grad()
     def step(self, active_S: Tensor, max_norm: float = math.inf) -> None:
-        """Update the active rows with `weights_SW.grad`, and clear it.
-
-        Args:
-            active_S: bool; the other rows keep their weights and moments.
-        """
+        """Update the rows of the mask with `weights_SW.grad`, and clear it; the others keep their weights and moments."""
         grad_SW = self.weights_SW.grad
         assert grad_SW is not None
         self.weights_SW.grad = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter
@@ -22,18 +21,13 @@ CACHE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Seconds over the repetitions.
-
-    Attributes:
-        low: 20th percentile of the wall-clock time.
-        high: 80th percentile of the wall-clock time.
-        cpu: Median CPU time of the process, all threads together. With one thread it is the steadier figure on a busy machine;
-            spinning threads count too.
-    """
+    """Seconds over the repetitions."""
 
     wall: float
-    low: float
-    high: float
+    low: float  # 20th percentile of the wall-clock time
+    high: float  # 80th percentile of the wall-clock time
+    # Median CPU time of the process, all threads together. With one thread it is the steadier figure on a busy machine;
+    # spinning threads count too.
     cpu: float
 
 
@@ -56,10 +50,7 @@ def interleaved(
     timed: Callable[[Call, Any], tuple[float, float]] = on_host,
 ) -> dict[str, MeasuredTimes]:
     """Return the times of each alternative. Every round runs each once and starts with another one; one extra round warms up.
-
-    Args:
-        prepare: Makes what an alternative consumes; its time does not count.
-        timed: Times one call, as `on_host` does.
+    `prepare` makes what an alternative consumes; its time does not count.
     """
     names = list(alternatives)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -169,9 +160,3 @@ class _Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name != "wait_tensor":
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
-
-
-def load() -> str:
-    """Return the load averages over 1 and 5 minutes, and the number of CPUs that this process may use."""
-    one, five, _ = os.getloadavg()
-    return f"load {one:.1f} (1 min), {five:.1f} (5 min) on {len(os.sched_getaffinity(0))} CPUs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 from tepo_megatron.config import Config
 from tepo_megatron.types import Rollout
 
-FORMS = ("padded", "bucketed", "packed")
+FORMS = ("padded", "bucketed")
 _PADDING = 1.25  # bucketed: limit of longest / shortest sequence in a rectangle
 
 
@@ -22,8 +21,7 @@ class PlainStep:
 
     Attributes:
         form: Layout of a minibatch as the model's input. `padded`: one rectangle (causal attention never sees padding on its
-            right, so there is no mask); `bucketed`: several rectangles, each of sequences of similar length; `packed`: one row,
-            with a mask that keeps the sequences apart.
+            right, so there is no mask); `bucketed`: several rectangles, each of sequences of similar length.
     """
 
     def __init__(self, cfg: Config, rollouts: list[Rollout], form: str) -> None:
@@ -57,14 +55,8 @@ class PlainStep:
         for groups in order.split(self.cfg.training.minibatch_prompts):
             chosen = self.by_length((groups[:, None] * size + torch.arange(size)).flatten().tolist())
             logprob, entropy, sequence = self.statistics(chosen)
-            loss = self.loss(
-                logprob,
-                entropy,
-                torch.cat([old[i][0] for i in chosen]),
-                torch.cat([old[i][1] for i in chosen]),
-                advantages[chosen],
-                sequence,
-            )
+            before = torch.cat([old[i][0] for i in chosen]), torch.cat([old[i][1] for i in chosen])
+            loss = self.loss(logprob, entropy, before, advantages[chosen], sequence)
             self.optimizer.zero_grad()
             loss.backward()
             clip = self.cfg.megatron.known_optimizer.clip_grad
@@ -74,19 +66,19 @@ class PlainStep:
         return out
 
     def loss(
-        self, logprob: Tensor, entropy: Tensor, old_logprob: Tensor, old_entropy: Tensor, advantages: Tensor, sequence: Tensor
+        self, logprob: Tensor, entropy: Tensor, old: tuple[Tensor, Tensor], advantages: Tensor, sequence: Tensor
     ) -> Tensor:
         """Return the `tepo` loss, a mean over response tokens: clipped geometric-mean ratio, and the
         importance-weighted k3 if A > 0 and the entropy falls.
         """
         eps, beta = 0.2, self.cfg.objective.beta
         assert beta is not None
-        log_ratio = logprob - old_logprob
+        log_ratio = logprob - old[0]
         count = torch.bincount(sequence, minlength=advantages.numel())
         ratio = (torch.zeros_like(advantages).index_add(0, sequence, log_ratio) / count).exp()[sequence]
         advantage = advantages[sequence]
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
-        masked = (advantage > 0) & (entropy - old_entropy < 0)
+        masked = (advantage > 0) & (entropy - old[1] < 0)
         return -(surrogate - beta * masked * log_ratio.exp() * (torch.expm1(-log_ratio) + log_ratio)).mean()
 
     def statistics(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +87,8 @@ class PlainStep:
         masks = [self.rollouts[i].response_mask_L for i in chosen]
         hidden, labels = [], torch.cat([x[m] for x, m in zip(ids, masks, strict=True)])
         for part in self._rectangles(ids):
-            inputs, is_row = self._packed(ids, masks) if self.form == "packed" else self._padded(ids[part], masks[part])
-            hidden.append(self.model.model(**inputs, use_cache=False).last_hidden_state[is_row])
+            inputs, is_row = self._padded(ids[part], masks[part])
+            hidden.append(self.model.model(inputs, use_cache=False).last_hidden_state[is_row])
         logits = self.model.lm_head(torch.cat(hidden)) / self.cfg.rollout.temperature
         logp = torch.log_softmax(logits, dim=-1)
         with torch.no_grad():
@@ -116,18 +108,8 @@ class PlainStep:
                 starts.append(i)
         return [slice(a, b) for a, b in itertools.pairwise([*starts, len(ids)])]
 
-    def _padded(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """Return the model's inputs, and a mask [B, T] of the positions whose label is a response token."""
+    def _padded(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the model's tokens [B, T], and a mask [B, T] of the positions whose label is a response token."""
         mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         is_row = torch.cat((mask[:, 1:], mask.new_zeros(len(ids), 1)), dim=1)
-        return {"input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)}, is_row
-
-    def _packed(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """Return the same as `_padded` with all sequences in one row, [1, total]."""
-        tokens, mask = torch.cat(ids), torch.cat(masks)
-        lengths = torch.tensor([x.numel() for x in ids])
-        sequence = torch.arange(len(ids)).repeat_interleave(lengths)
-        position = torch.arange(tokens.numel()) - (lengths.cumsum(0) - lengths)[sequence]
-        visible = (sequence[:, None] == sequence) & (position[:, None] >= position)
-        is_row = torch.cat((mask[1:], mask.new_zeros(1)))[None]
-        return {"input_ids": tokens[None], "position_ids": position[None], "attention_mask": visible[None, None]}, is_row
+        return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), is_row

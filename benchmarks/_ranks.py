@@ -15,11 +15,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch.distributed as dist
 
 from benchmarks.results import ROOT
+from tepo_megatron.config import Config
+from tepo_megatron.platform import activate
+
+if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
+    from tepo_megatron.actor.actor import Actor
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # Gloo would look up this machine's name
 POLL_SECONDS = 0.02
@@ -62,6 +67,21 @@ def one_rank() -> Iterator[None]:
     del store
 
 
+@contextlib.contextmanager
+def actor_of(cfg: Config) -> Iterator[Actor]:
+    """Yield the actor of a config in a world of one rank, this process."""
+    platform = activate(cfg.platform)
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
+
+    with one_rank():
+        groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
+        try:
+            yield Actor.open(cfg, groups)
+        finally:
+            parallel.shutdown()
+
+
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Start the ranks of a world on entry; no rank outlives the block.
 
@@ -69,11 +89,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """
 
     def __init__(self, size: int, words: Sequence[str], log: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-        """Store what to start.
-
-        Args:
-            log: File for the output of all ranks. None: that of this process.
-        """
+        """Store what to start, and the file for the output of all ranks. None: that of this process."""
         self._size, self._words, self._log, self._env = size, words, log, dict(env or {})
         self._processes: list[subprocess.Popen[bytes]] = []
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -66,9 +65,8 @@ def verl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 FORMS: dict[str, Statistics] = {"trl": trl_form, "verl": verl_form}  # our own code for what each peer computes
 
 
-def alternatives(peers: Path | None, forms: bool = False) -> dict[str, Statistics]:
+def alternatives(forms: bool = False) -> dict[str, Statistics]:
     """Return the alternatives that can be measured here, by name, ours first; those that are not installed are left out."""
-    look_into(peers)
     found: dict[str, Statistics] = {OURS: ours}
     for name, load in (("trl", trl), ("verl", verl)):
         try:
@@ -79,12 +77,6 @@ def alternatives(peers: Path | None, forms: bool = False) -> dict[str, Statistic
                 found[f"{name} form"] = FORMS[name]
     found["plain"] = plain_formula
     return found
-
-
-def look_into(peers: Path | None) -> None:
-    """Let imports find the packages in this folder, after all others."""
-    if peers is not None and str(peers) not in sys.path:
-        sys.path.append(str(peers))
 
 
 def vocab_parallel(ranks: int) -> dict[str, Statistics]:

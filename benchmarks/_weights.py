@@ -1,9 +1,11 @@
-"""Models and the reference copy for the benchmarks that deliver weights. Imports no engine."""
+"""Random models and the reference copy for the benchmarks of weights and checkpoints. Imports no engine."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -12,6 +14,16 @@ SHAPE = {
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32_000,
 }  # fmt: skip
 QUICK = SHAPE | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 512}
+
+
+def write_model(shape: Mapping[str, int], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random Qwen3 with tied embeddings, in files of half a gigabyte; return its folder."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**shape, max_position_embeddings=512, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / "model", max_shard_size="512MB")
+    return folder / "model"
 
 
 def copy_seconds(source: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.results import OURS, Measure, Target
+from benchmarks.results import OURS, Measure, SuiteOptions, Target
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches, sequence_costs
@@ -142,9 +142,9 @@ def measure(dp: int, pp: int, seeds: int, planners: Sequence[str] = tuple(PLANNE
     return out
 
 
-def measures(seeds: int = SEEDS, planners: Sequence[str] = tuple(PLANNERS)) -> list[Measure]:
+def measures(options: SuiteOptions, planners: Sequence[str] = tuple(PLANNERS)) -> list[Measure]:
     """Return the efficiencies on every mesh and the padding's share of the computed tokens. All are counts."""
-    out = []
+    out, seeds = [], 2 if options.quick else SEEDS
     for dp, pp in MESHES:
         found = measure(dp, pp, seeds, planners)
         for key, what in KINDS.items():

@@ -12,9 +12,9 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
+from tepo_megatron.plan.command import read_model
 from tepo_megatron.plan.gpus import GPUS
 from tepo_megatron.plan.memory_parts import PlannedModel
-from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.workload import Workload
 
@@ -25,13 +25,7 @@ NEMO_RL = "NVIDIA-NeMo/RL, docs/about/performance-summary.md, commit 06beed9"
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One published run.
-
-    Attributes:
-        sequence: Largest length of a sequence in tokens.
-        rollout: Keys of that section of the config; None: plain training on full sequences.
-        mean: Mean tokens of prompts and responses.
-    """
+    """One published run."""
 
     what: str
     source: str
@@ -39,13 +33,13 @@ class PublishedRun:
     model: str
     parallel: Mapping[str, Any]
     batch: int
-    sequence: int
+    sequence: int  # largest length of a sequence in tokens
     tokens: int
     precision: str = "bf16"
     recompute: Recompute = "none"
-    rollout: Mapping[str, Any] | None = None
+    rollout: Mapping[str, Any] | None = None  # keys of that section of the config; None: plain training on full sequences
     updates: int = 1
-    mean: tuple[int, int] = (0, 0)
+    mean: tuple[int, int] = (0, 0)  # mean tokens of prompts and responses
     note: str = ""
     server: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,34 +101,24 @@ def config_of(row: PublishedRun) -> Config:
     })  # fmt: skip
 
 
-def predictor_of(row: PublishedRun) -> Predictor:
-    """Return the predictor of the row, with the common assumptions."""
+def predicted_seconds(row: PublishedRun) -> float:
+    """Return the predicted seconds of a step, with the common assumptions."""
     family, arch = read_model(row.model)
     work = Workload(*row.mean, row.sequence - row.mean[0]) if row.rollout else Workload(0, row.sequence, row.sequence)
-    model = PlannedModel(family, arch, recompute=row.recompute)
-    return Predictor(config_of(row), model, GPUS["H100"], work)
-
-
-def predicted_seconds(row: PublishedRun) -> float:
-    """Return the predicted seconds of a step."""
-    predictor = predictor_of(row)
+    predictor = Predictor(config_of(row), PlannedModel(family, arch, recompute=row.recompute), GPUS["H100"], work)
     if row.rollout is not None:
         return predictor.step().seconds
     update = predictor.pass_seconds([row.sequence] * row.batch, 1, row.tokens, backward=True)
     return update + sum(predictor.optimizer_seconds())
 
 
-def table() -> list[str]:
-    """Return the lines of the table in docs/plan.md."""
-    lines = [
-        "| what | published, s | predicted, s | predicted / published | source |",
-        "|---|---:|---:|---:|---|",
-    ]
+def main() -> None:
+    """Print the table in docs/plan.md."""
+    print("| what | published, s | predicted, s | predicted / published | source |", "|---|---:|---:|---:|---|", sep="\n")
     for row in ROWS:
         seconds = predicted_seconds(row)
-        lines.append(f"| {row.what} | {row.seconds:g} | {seconds:.1f} | {seconds / row.seconds:.2f} | {row.source} |")
-    return lines
+        print(f"| {row.what} | {row.seconds:g} | {seconds:.1f} | {seconds / row.seconds:.2f} | {row.source} |")
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    main()

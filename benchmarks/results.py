@@ -8,7 +8,7 @@ import operator
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,20 @@ ROWS = {
     11: "Saving checkpoints",
     12: "Delivery of the weights to the engine",
     13: "Rollouts one step ahead",
-    15: "Rollout data path (all parts: `python -m benchmarks.controller`)",
-    16: "Predictions about mechanisms: lower end of the effect's interval",
+    15: "Rollout data path: per million response tokens of a step of 67 million",
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "trl", "verl", "liger-kernel")
 _SENSES = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 Object = dict[str, Any]  # one measure as it is written to JSON
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """Options of all suites."""
+
+    peers: Path | None = None
+    quick: bool = False
+    rows: Set[int] = frozenset(ROWS)
 
 
 @dataclass(frozen=True)
@@ -63,25 +71,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Measure:
-    """One figure of ours next to the same figure of others.
-
-    Attributes:
-        name: Title, unique within the row.
-        unit: Unit of all values; "" for a count or a ratio.
-        ours: Our value; None: not measured, for the reason `why`.
-        deterministic: Whether the value is the same on every machine, and therefore a gate (tests/unit/benches/test_bench.py).
-        why: Reason that ours was not measured.
-    """
+    """One figure of ours next to the same figure of others."""
 
     row: int
-    name: str
-    unit: str
-    ours: float | None
+    name: str  # title, unique within the row
+    unit: str  # unit of all values; "" for a count or a ratio
+    ours: float | None  # our value; None: not measured, for the reason `why`
     peers: Mapping[str, float] = field(default_factory=dict)
     targets: tuple[Target, ...] = ()
+    # Whether the value is the same on every machine, and therefore a gate (tests/unit/benches/test_bench.py)
     deterministic: bool = False
     higher_is_better: bool = False
-    why: str = ""
+    why: str = ""  # reason that ours was not measured
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,6 +1,6 @@
 """Measure log-prob and entropy of the logits, forward and backward, on a CPU: ours next to TRL, verl and the plain formula.
 
-    python -m benchmarks --only 1,2,3 [--peers DIR] [--quick]
+    python -m benchmarks --only 1,2,3,4 [--peers DIR] [--quick]
 
 All run in one process and in turn. Peers that are not installed are left out; `make bench` puts them into .cache/peers. The
 comparison is with their own PyTorch code for CPUs in bf16, as their trainers call it, not with their fused GPU kernels.
@@ -8,34 +8,32 @@ Backward begins with random gradients of all outputs and ends at the logits. U i
 
 Measured: peak extra memory; bytes that operators read from and write to memory (a count); seconds of both passes, also with the
 entropy as a metric without a gradient, and the CPU seconds of the process in the same runs (the better figure on a busy
-machine); errors against fp64 on the same logits.
+machine); errors against fp64 on the same logits; collectives over tensor-parallel ranks. Those of whole objectives over
+context-parallel ranks, and the rows that reach the output layer, are counted by tests/parallel.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Set
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# waiting threads sleep: on a busy machine, spinning threads would make the times depend on other processes
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._measure import MeasuredTimes, bytes_moved, interleaved, peak_extra_bytes
-from benchmarks._token_stats_peers import Statistics, alternatives, ours
-from benchmarks.results import OURS, Measure, Target
+from benchmarks._measure import MeasuredTimes, bytes_moved, counted_collectives, interleaved, peak_extra_bytes
+from benchmarks._token_stats_peers import Statistics, alternatives, ours, vocab_parallel
+from benchmarks.results import OURS, Measure, SuiteOptions, Target
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # logits [R, V], not a leaf; labels [R]; gradients [2, R]
 Shape = tuple[int, int]
 MEMORY_SHAPES: tuple[Shape, ...] = ((8192, 18992), (1024, 32000))
 GATE_SHAPE = MEMORY_SHAPES[1]  # small enough for a test
 TIME_SHAPES: tuple[Shape, ...] = ((256, 18992), (1024, 32000))
+REPETITIONS = 9
 ERROR_SHAPE: Shape = (64, 32000)
+SPLIT_SHAPE: Shape = (64, 1000)  # of the logits that tensor-parallel ranks share
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 MEMORY_TARGET = (Target(OURS, "<=", 0.1),)  # U
 TIME_TARGETS = (Target("trl / ours", ">=", 1.5), Target("verl / ours", ">=", 3.0))
@@ -143,27 +141,66 @@ def _measure(row: int, what: str, values: dict[str, float], shape: Shape, dtype:
     return Measure(row, name, unit, values[OURS], peers, targets, deterministic=deterministic, more=more)
 
 
-def measure(
-    peers: Path | None = None, quick: bool = False, repetitions: int = 9, rows: Set[int] = frozenset((1, 2, 3))
-) -> list[Measure]:
-    """Measure all of these rows."""
-    them = alternatives(peers)
+def measures(options: SuiteOptions, part: str = "") -> list[Measure]:
+    """Measure the rows of this module that the options name; those of the part `collectives` are counted in forked ranks."""
+    if part == "collectives":
+        return collectives()
+    them, quick = alternatives(), options.quick
     before = torch.get_num_threads()
     found = []
-    if 1 in rows:
+    if 1 in options.rows:
         for shape in ((512, 18992),) if quick else MEMORY_SHAPES:
             found += memory(them, shape, torch.bfloat16, 1)
             found += memory(them, shape, torch.bfloat16, 2)
         found += memory(them, (512, 18992) if quick else MEMORY_SHAPES[0], torch.float32, 1)
-    if 2 in rows:
+    if 2 in options.rows:
         for threads in (1, 2):
             for shape in ((64, 18992),) if quick else TIME_SHAPES:
-                found += times(them, shape, threads, 2 if quick else repetitions)
+                found += times(them, shape, threads, 2 if quick else REPETITIONS)
     torch.set_num_threads(before)
-    if 3 in rows:
+    if 3 in options.rows:
         for dtype in DTYPES:
             for shift in (0.0, 100.0):
                 found += errors(them, ERROR_SHAPE, dtype, shift)
+    return found
+
+
+def tensor_parallel(rank: int, size: int) -> dict[str, tuple[int, int, int]]:
+    """Return {name: (collectives in forward, in backward, rows that are not the same bits on all ranks)} on every rank."""
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(SPLIT_SHAPE, generator=generator)
+    labels = torch.randint(0, SPLIT_SHAPE[1], SPLIT_SHAPE[:1], generator=generator)
+    counted = {}
+    for name, statistics in vocab_parallel(size).items():
+        logits = whole.chunk(size, dim=1)[rank].clone().requires_grad_() * 1
+        with counted_collectives() as calls:
+            logprob, entropy = statistics(logits, labels)
+            forward = calls.total()
+            (logprob.sum() + entropy.sum()).backward()
+            backward = calls.total() - forward
+        mine = torch.stack((logprob, entropy)).detach()
+        of_ranks = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(of_ranks, mine)
+        differing = torch.stack([(x != of_ranks[0]).any(0) for x in of_ranks]).any(0).sum()
+        counted[name] = (forward, backward, int(differing))
+    return counted
+
+
+def collectives() -> list[Measure]:
+    """Count the collectives over 2 and 4 ranks, forked ones over gloo with one thread each; the same on every machine."""
+    from tepo_megatron.platform import activate
+
+    activate("cpu")
+    from tests.worlds import run_world
+
+    found = []
+    for size in (2, 4):
+        counted = run_world(size, tensor_parallel, size, timeout=300.0)[0]
+        for column, (what, limit) in enumerate((("forward", 1), ("backward", 0), ("rows that differ between ranks", 0))):
+            others = {name: float(counts[column]) for name, counts in counted.items() if name != OURS}
+            name, targets = f"log-prob + entropy, TP{size}, {what}", (Target(OURS, "<=", limit),)
+            found.append(Measure(4, name, "", float(counted[OURS][column]), others, targets, deterministic=True))
     return found
 
 

@@ -2,8 +2,11 @@
 links between README.md, docs/ and source files are the same here and in any viewer of the repository.
 """
 
+import ast
+import functools
 import html
 import inspect
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -77,6 +80,28 @@ def docstring_as_text(app: object, what: str, name: str, obj: object, options: o
     lines[:] = [*written, ""]
 
 
+@functools.cache
+def comments_of_fields(path: Path) -> dict[str, str]:
+    """Return the comment of each field of the classes in a file, by CLASS.FIELD: behind it, or in the lines above it."""
+    lines, comments = path.read_text().splitlines(), dict[str, str]()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        for field in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                above = itertools.takewhile(lambda line: line.strip().startswith("# "), reversed(lines[: field.lineno - 1]))
+                behind = lines[field.end_lineno - 1][field.end_col_offset :].partition("#")[2]
+                words = [behind] if behind else [line.strip()[1:] for line in reversed(list(above))]
+                comments[f"{node.name}.{field.target.id}"] = " ".join(word.strip() for word in words)
+    return comments
+
+
+def describe_field(app: object, what: str, name: str, obj: Any, skip: bool, options: object) -> None:
+    """Describe a field of a data object by the comment next to it. autoapi has no other event for what has no docstring."""
+    parts = name.split(".")
+    path = ROOT.joinpath(*parts[:-2]).with_suffix(".py")
+    if what == "attribute" and not obj.docstring and path.is_file():
+        obj.docstring = _escaped(comments_of_fields(path).get(".".join(parts[-2:]), ""))
+
+
 def _escaped(line: str) -> str:
     parts = re.split(r"(`[^`]+`)", line)
     return "".join(f"`{p}`" if p.startswith("`") else re.sub(r"([|*_\\])", r"\\\1", p) for p in parts)
@@ -106,4 +131,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", docstring_as_text)
     app.connect("source-read", titled)
     app.connect("autodoc-skip-member", imports_are_skipped)
+    app.connect("autoapi-skip-member", describe_field)
     app.connect("doctree-resolved", breakable_names)

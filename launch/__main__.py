@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import command_line, jobs, login, preflight, provenance, snapshot
+from launch import command_line, jobs, login, preflight, snapshot
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
@@ -29,18 +29,13 @@ from tepo_megatron.utils.save_requests import SAVE, ask
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a job.
-
-    Attributes:
-        after: Id of a job to wait for. None: no waiting.
-        allow_dirty: Take files that differ from the commit into the snapshot instead of refusing them.
-    """
+    """The start of a job."""
 
     executor: Executor
     code: CodeVersion
-    after: str | None
+    after: str | None  # id of a job to wait for. None: no waiting.
     dry_run: bool
-    allow_dirty: bool
+    allow_dirty: bool  # take files that differ from the commit into the snapshot instead of refusing them
 
     def train(self, cfg: Config, cluster: Cluster, layout: Layout) -> int:
         """Start a run and return the exit status."""
@@ -69,8 +64,8 @@ class Start:
         if not self.allow_dirty:
             self.code.refuse_changes()
         self.code.take(slot.home)
-        about = provenance.describe(self.code, cluster, cfg, slot.home)
-        slot.create(None if cfg is None else to_yaml(provenance.with_frozen_functions(cfg, self.code, slot.home)), about)
+        about = snapshot.describe(self.code, cluster, cfg, slot.home)
+        slot.create(None if cfg is None else to_yaml(snapshot.with_frozen_functions(cfg, self.code, slot.home)), about)
         try:
             return self.executor.start(job, slot)
         except ConfigError:

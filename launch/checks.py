@@ -8,22 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launch.preflight.inputs import functions
-from launch.profile import Cluster
-from launch.secret_values import assigns_secret, has_secret
-from launch.sections import reserved
+from launch.profile import Cluster, assigns_secret, has_secret
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 
 # Keys of folders that a run writes.
 WRITTEN = ("output", "rollout.server.rendezvous", "sync.transport.folder")
-
-
-def check_section(cluster: Cluster, executor: str) -> None:
-    """Raise ConfigError if the profile lacks the section of an executor."""
-    if getattr(cluster, executor) is None:
-        raise ConfigError(
-            f"--executor {executor}: the cluster's profile has no {executor} section; give one with --cluster PROFILE"
-        )
 
 
 def check_secrets(cluster: Cluster) -> None:
@@ -51,7 +41,7 @@ def check_paths(paths: Iterable[Path], *, slurm: bool = False) -> None:
                 f"{str(path.absolute())!r}: {odd[0]!r} in a path would be taken apart on srun's command line; use a folder "
                 "whose path has only letters, digits and _ . @ + = -"
             )
-        if reserved(path.absolute()):
+        if "/nemo_run" in str(path.absolute()):
             raise ConfigError(f"{path.absolute()}: NeMo-Run replaces /nemo_run in its scripts; use a folder of another name")
 
 

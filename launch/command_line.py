@@ -24,18 +24,12 @@ USAGE = """
 
 @dataclass(frozen=True)
 class LaunchCall:
-    """A call that starts a run or a command.
-
-    Attributes:
-        args: Its options and its `target`, which is the CONFIG of a run or the FOLDER of a command.
-        overrides: Other words of the launcher: for a run, keys of the config and their values.
-        rest: Words of a command after `--`.
-    """
+    """A call that starts a run or a command."""
 
     kind: str
-    args: argparse.Namespace
-    overrides: list[str]
-    rest: list[str]
+    args: argparse.Namespace  # its options and its `target`, which is the CONFIG of a run or the FOLDER of a command
+    overrides: list[str]  # other words of the launcher: for a run, keys of the config and their values
+    rest: list[str]  # words of a command after `--`
 
     @property
     def words(self) -> list[str]:

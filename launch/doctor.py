@@ -10,7 +10,6 @@ from pathlib import Path
 
 from launch import check_step, checks, command_line, jobs, scripts
 from launch.executors import slurm
-from launch.executors.lazy import submission
 from launch.profile import Cluster, load_cluster
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.scratch import PrivateFolder
@@ -32,7 +31,7 @@ def doctor(words: Sequence[str]) -> int:
     slot = jobs.next_job(args.folder)
     setup = slurm.check_setup(cluster, slot, args.nodes, gpus)
     task = scripts.Task("check", scripts.text(["echo the machines are good"]))
-    job = submission(slot, [task], cluster, None, setup, False, args.nodes - 1 + cluster.node_check.spare_nodes)
+    job = scripts.submission(slot, [task], cluster, None, setup, False, args.nodes - 1 + cluster.node_check.spare_nodes)
     if args.dry_run:
         print(slurm.render(job), end="")
         return 0

@@ -30,49 +30,34 @@ PROGRAMS = ("node_check.py", "node_facts.py", "packages.py")
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A submitted job.
-
-    Attributes:
-        id: Slurm's job number, or the pid of `launch` on `host`.
-        host: Machine where `launch` was called.
-        shell: Words that start an interactive shell in the job's environment on one of its machines. Empty: there are none.
-    """
+    """A submitted job."""
 
     executor: str
-    id: str
-    host: str
+    id: str  # Slurm's job number, or the pid of `launch` on `host`
+    host: str  # machine where `launch` was called
     submitted: str
     number: int
+    # Words that start an interactive shell in the job's environment on one of its machines. Empty: there are none.
     shell: tuple[str, ...] = ()
     ended: bool = False
 
 
 @dataclass(frozen=True)
 class LogSelection:
-    """The part of a job's logs to print.
-
-    Attributes:
-        node: Only the logs of this machine: its name or its index in the job. None: all machines.
-        rank: Only the log of this rank, which is not rank 0. None: all ranks.
-    """
+    """The part of a job's logs to print."""
 
     lines: int = 40
-    node: str | None = None
-    rank: int | None = None
+    node: str | None = None  # only the logs of this machine: its name or its index in the job. None: all machines.
+    rank: int | None = None  # only the log of this rank, which is not rank 0. None: all ranks.
 
 
 @dataclass(frozen=True)
 class JobFolder:
-    """The folder of one submission, `launch/jobs/NUMBER` in the folder of a run or of a command.
+    """The folder of one submission, `launch/jobs/NUMBER` in the folder of a run or of a command."""
 
-    Attributes:
-        run: Folder of the run or command, absolute.
-        code: Snapshot of the code that the job imports. None: there is none.
-    """
-
-    run: Path
+    run: Path  # folder of the run or command, absolute
     number: int
-    code: Path | None = None
+    code: Path | None = None  # snapshot of the code that the job imports. None: there is none.
 
     @property
     def name(self) -> str:

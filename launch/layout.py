@@ -11,20 +11,15 @@ from tepo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """The machines of a run.
+    """The machines of a run."""
 
-    Attributes:
-        train_nodes: Machines with training ranks, the first ones.
-        serve_nodes: Machines with inference servers, after the training machines. 0: the run's first rank starts its servers
-            on its own machine.
-        shared: True: the serving machines are the training machines (colocated).
-    """
-
-    train_nodes: int
+    train_nodes: int  # machines with training ranks, the first ones
     ranks: int
+    # Machines with inference servers, after the training machines. 0: the run's first rank starts its servers on its own
+    # machine.
     serve_nodes: int = 0
     servers: int = 0
-    shared: bool = False
+    shared: bool = False  # True: the serving machines are the training machines (colocated)
 
     @property
     def nodes(self) -> int:

@@ -98,16 +98,11 @@ def call(place: str, words: Sequence[str]) -> int:
 
 @dataclass
 class LoginFiles:
-    """The files of a call on the login node.
-
-    Attributes:
-        folder: Folder there for files that the commit does not have.
-        lines: Shell lines that write these files and export the secrets.
-    """
+    """The files of a call on the login node."""
 
     commit: str
-    folder: str
-    lines: list[str] = field(default_factory=list)
+    folder: str  # folder there for files that the commit does not have
+    lines: list[str] = field(default_factory=list)  # shell lines that write these files and export the secrets
 
     @property
     def checkout(self) -> str:

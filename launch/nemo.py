@@ -44,14 +44,7 @@ class _Logs(SlurmJobDetails):
 
 @dataclass(frozen=True)
 class Submission:
-    """A job of one or several tasks.
-
-    Attributes:
-        setup: Shell code for the batch script.
-        requeued: True: the job gets a signal before its time limit.
-        after: Number of a Slurm job that must succeed first; None: no waiting.
-        variables: Names of variables that `setup` exports for the tasks.
-    """
+    """A job of one or several tasks."""
 
     name: str
     home: Path
@@ -59,11 +52,11 @@ class Submission:
     tasks: Sequence[Task]
     cluster: Cluster
     folder: Path
-    setup: str = ""
-    requeued: bool = False
-    after: str | None = None
+    setup: str = ""  # shell code for the batch script
+    requeued: bool = False  # True: the job gets a signal before its time limit
+    after: str | None = None  # number of a Slurm job that must succeed first; None: no waiting
     spare_nodes: int = 0
-    variables: Sequence[str] = ()
+    variables: Sequence[str] = ()  # names of variables that `setup` exports for the tasks
 
     @property
     def id(self) -> str:

@@ -37,32 +37,20 @@ _KILLED_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """The options of a check and the place of this machine in it.
-
-    Attributes:
-        names: All machines of the job, in its order.
-        need: Number of machines that the job uses.
-        gpus: GPUs that each machine must have; 0: the check of GPUs and driver is left out.
-        interfaces: Interfaces that `network.interface` names; empty: those towards the head are used.
-        infiniband: `network.infiniband`; empty: RDMA adapters are not looked at.
-        port: `network.port`; 0: a free one is chosen.
-        least: Least bandwidth of the all-reduce in GB/s.
-        clock: Largest difference of clocks in seconds.
-        deadline: `time.monotonic()` at which the check gives up.
-    """
+    """The options of a check and the place of this machine in it."""
 
     folder: Path
-    names: list[str]
+    names: list[str]  # all machines of the job, in its order
     name: str
-    need: int
-    gpus: int
-    interfaces: list[str]
-    infiniband: str
-    port: int
+    need: int  # number of machines that the job uses
+    gpus: int  # GPUs that each machine must have; 0: the check of GPUs and driver is left out
+    interfaces: list[str]  # interfaces that `network.interface` names; empty: those towards the head are used
+    infiniband: str  # `network.infiniband`; empty: RDMA adapters are not looked at
+    port: int  # `network.port`; 0: a free one is chosen
     skip: list[str]
-    least: float
-    clock: float
-    deadline: float
+    least: float  # least bandwidth of the all-reduce in GB/s
+    clock: float  # largest difference of clocks in seconds
+    deadline: float  # `time.monotonic()` at which the check gives up
     timeout: int
 
     def write(self, kind: str, tree: Any) -> None:

@@ -133,7 +133,6 @@ class Listener:
     """The head's port while the machines look for it: it answers each greeting with the head's time.
 
     Attributes:
-        port: The port, which stays reserved until the listener is closed.
         fault: Why there is no port; empty if there is one.
     """
 
@@ -144,7 +143,7 @@ class Listener:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self.port = port or free_port()
+            self.port = port or free_port()  # the port, which stays reserved until the listener is closed
             self._socket.bind(("", self.port))
             self._socket.listen(512)
             self._socket.settimeout(_LISTEN_SECONDS)

@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from launch.secret_values import assigns_secret, has_secret, is_secret_name
 from launch.sections import NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config.io import read_yaml, texts_of, validate_as
@@ -29,20 +28,43 @@ CACHES = {
     "CUDA_CACHE_PATH": "/cuda",
 }
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run converts names to capitals
+# No script and no log gets a secret: these are in the names of variables, and the values.
+_SECRET_WORDS = {"SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS"}
+_LAST_WORDS = {"TOKEN", "PASS", "AUTH", "PAT", "COOKIE", "PWD"}  # of MY_PASS, HF_AUTH, GITHUB_PAT
+_PLACES = {"FILE", "PATH", "DIR", "FOLDER", "URL"}  # where a secret is, unless the value shows it
+_VALUE = re.compile(
+    r"\w://[^\s/:@]*:[^\s/@]+@"  # a password in a URL
+    r"|(?<![\w-])(hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|ya29\.|eyJ[\w-]+\.eyJ)[\w-]{8}"  # well-known keys
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s+\S{8}"
+)
+_ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=(?![\s\"']*[$`])[\"']?[^\s\"';]")
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable of that name usually holds a secret."""
+    words = name.upper().strip("_").split("_")
+    if words[-1] in _PLACES or words == ["PWD"]:
+        return False
+    return bool(_SECRET_WORDS.intersection(words)) or words[-1] in _LAST_WORDS or words[-1].endswith("KEY")
+
+
+def has_secret(text: str) -> bool:
+    """Return whether a text holds what looks like a secret."""
+    return _VALUE.search(text) is not None
+
+
+def assigns_secret(line: str) -> bool:
+    """Return whether a line of bash sets a variable of a secret's name to a literal value."""
+    return any(map(is_secret_name, _ASSIGNMENT.findall(line)))
 
 
 @config
 class ContainerConfig:
-    """The container of the tasks (Slurm with Pyxis). Pyxis mounts the working directory at its own path.
+    """The container of the tasks (Slurm with Pyxis). Pyxis mounts the working directory at its own path."""
 
-    Attributes:
-        image: An image of a registry or a .sqsh file.
-        mounts: HOST:CONTAINER[:FLAGS]. HOST must exist where `launch` is called.
-        node_mounts: The same for folders that only the machines have, such as a local disk.
-    """
-
-    image: str
-    mounts: list[str] = Field(default_factory=list)
+    image: str  # an image of a registry or a .sqsh file
+    mounts: list[str] = Field(default_factory=list)  # HOST:CONTAINER[:FLAGS]. HOST must exist where `launch` is called.
+    # The same for folders that only the machines have, such as a local disk
     node_mounts: list[str] = Field(default_factory=list)
 
     @property
@@ -58,17 +80,13 @@ class ContainerConfig:
 
 @config
 class NetworkConfig:
-    """The network between the machines.
+    """The network between the machines."""
 
-    Attributes:
-        interface: Interfaces of TCP traffic by their whole names: `ib0` or `eth0,eth1`. NCCL gets all of them and Gloo the
-            first. None: under Slurm each machine's interface towards the head; elsewhere NCCL and Gloo choose.
-        infiniband: RDMA adapters (NCCL_IB_HCA). None: NCCL chooses.
-        port: Port of the ranks' store on the first machine. None: one that is free there.
-    """
-
+    # Interfaces of TCP traffic by their whole names: `ib0` or `eth0,eth1`. NCCL gets all of them and Gloo the first. None:
+    # under Slurm each machine's interface towards the head; elsewhere NCCL and Gloo choose.
     interface: str | None = None
-    infiniband: str | None = None
+    infiniband: str | None = None  # RDMA adapters (NCCL_IB_HCA). None: NCCL chooses.
+    # Port of the ranks' store on the first machine. None: one that is free there.
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
 
     def __post_init__(self) -> None:
@@ -97,27 +115,21 @@ class NetworkConfig:
 
 @config
 class Cluster:
-    """A cluster on which runs are launched.
+    """A cluster on which runs are launched."""
 
-    Attributes:
-        python: Interpreter of the training environment, on the machines or in the container.
-        gpus_per_node: GPUs that the scheduler is asked for on every machine. 0 or None: none is asked for. Where a Slurm has
-            no GRES of GPUs, set this to null and ranks_per_node to the GPUs of a machine.
-        gpu: Name of the GPU in `tepo plan`, for the preflight. None: H100.
-        ranks_per_node: Training ranks, or GPUs of servers, that fit on one machine. None: gpus_per_node; any number without
-            GPUs.
-        cache: Folder for compiled kernels and other caches of Triton, PyTorch, vLLM, SGLang and FlashInfer, on the machines or
-            in the container. None: `launch/cache` in the job's folder with a container, where home may be read-only;
-            otherwise the caches stay in the user's home.
-        secrets: Names of variables whose values are in no file. They must be set where `launch` is called.
-    """
-
-    python: str = "python"
+    python: str = "python"  # interpreter of the training environment, on the machines or in the container
+    # GPUs that the scheduler is asked for on every machine. 0 or None: none is asked for. Where a Slurm has no GRES of GPUs,
+    # set this to null and ranks_per_node to the GPUs of a machine.
     gpus_per_node: NonNegative | None = 0
-    gpu: str | None = None
+    gpu: str | None = None  # name of the GPU in `tepo plan`, for the preflight. None: H100.
+    # Training ranks, or GPUs of servers, that fit on one machine. None: gpus_per_node; any number without GPUs.
     ranks_per_node: Positive | None = None
+    # Folder for compiled kernels and other caches of Triton, PyTorch, vLLM, SGLang and FlashInfer, on the machines or in the
+    # container. None: `launch/cache` in the job's folder with a container, where home may be read-only; otherwise the caches
+    # stay in the user's home.
     cache: str | None = None
     environment: dict[str, str] = Field(default_factory=dict)
+    # Names of variables whose values are in no file. They must be set where `launch` is called.
     secrets: list[str] = Field(default_factory=list)
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     container: ContainerConfig | None = None

@@ -2,53 +2,50 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import shlex
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from launch.jobs import JobFolder
 from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.nemo import Submission
 
 _EVALUATE, _CONVERT = ["-m", "tepo_megatron", "evaluate"], "tools/convert.py"
-
-
 # Options for the rendezvous of the ranks' machines. The first machine may have several addresses; take the first.
 _RENDEZVOUS = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID"'
 
 
 @dataclass(frozen=True)
 class StartVariables:
-    """Information about a start of a job that the scheduler provides, as shell words.
+    """Information about a start of a job that the scheduler provides, as shell words."""
 
-    Attributes:
-        count: Number of earlier starts of the job.
-        id: Unique among all starts of all jobs.
-        packages: Words that record the packages of the environment, after those of its Python. None of them: no record.
-    """
-
-    count: str
-    id: str
+    count: str  # number of earlier starts of the job
+    id: str  # unique among all starts of all jobs
     config: str = ""
     setup: tuple[str, ...] = ()
+    # Words that record the packages of the environment, after those of its Python. None of them: no record.
     packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Task:
-    """A script that runs once on each of several machines of a job.
-
-    Attributes:
-        first: Index of its first machine in the job.
-        shared: True if another task runs on the same machines.
-    """
+    """A script that runs once on each of several machines of a job."""
 
     name: str
     script: str
     nodes: int = 1
-    first: int = 0
-    shared: bool = False
+    first: int = 0  # index of its first machine in the job
+    shared: bool = False  # True if another task runs on the same machines
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: StartVariables) -> list[Task]:
@@ -150,3 +147,25 @@ def joined(words: Sequence[str]) -> str:
 def text(lines: Sequence[str]) -> str:
     """Return the lines as the text of a script."""
     return "\n".join(lines) + "\n"
+
+
+def submission(
+    slot: JobFolder,
+    tasks: Sequence[Task],
+    cluster: Cluster,
+    after: str | None = None,
+    setup: str = "",
+    requeued: bool = False,
+    spare_nodes: int = 0,
+    variables: Sequence[str] = (),
+) -> Submission:
+    """Return a submission, through launch/nemo.py. Raise ConfigError if NeMo-Run or another package is missing."""
+    os.environ["NEMORUN_HOME"] = str(slot.home)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NeMo-Run's dependencies warn about each other
+            nemo = importlib.import_module("launch.nemo")
+    except ModuleNotFoundError as e:
+        raise ConfigError(f"{e.name} is not installed here; `make launch` makes .venv-launch, whose python has it") from None
+    place = slot.name, slot.home, slot.number
+    return nemo.Submission(*place, tasks, cluster, Path.cwd(), setup, requeued, after, spare_nodes, variables)

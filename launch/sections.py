@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,8 +13,6 @@ from tepo_megatron.config.fields import NonNegative, config
 # Limit since the run has ended before its time limit: requeueing takes seconds; then Slurm ends the job; key
 # slurm.warning_seconds
 _MARGIN_SECONDS = 60
-# NeMo-Run replaces this text everywhere in the scripts that it writes.
-_RESERVED = "/nemo_run"
 # sbatch options that other keys set. If one is given twice, the last silently wins.
 _OWN_OPTIONS = {
     "account", "partition", "qos", "time", "nodes", "ntasks_per_node", "gpus_per_node", "mem", "exclusive", "signal",
@@ -36,16 +33,16 @@ class NodeCheckConfig:
     """The first step of a Slurm job, and `python -m launch doctor`: every machine is checked before the run starts.
 
     Attributes:
-        skip: Checks to leave out. The shared folder, the interfaces and the head's address are always checked.
-        spare_nodes: Machines that the job asks for in addition. The run takes the first good machines, so that as many bad
-            ones are left out. 0: a bad machine ends the job.
-        min_gb_per_second: Least bus bandwidth of the all-reduce over all machines in GB/s. 0: it is only reported.
         max_clock_seconds: Largest difference between a machine's clock and the head's.
         timeout_seconds: Time for the whole check, the start of the container on each machine included.
     """
 
+    # Checks to leave out. The shared folder, the interfaces and the head's address are always checked.
     skip: list[Literal["gpus", "driver", "cudnn", "clock", "all_reduce"]] = Field(default_factory=list)
+    # Machines that the job asks for in addition. The run takes the first good machines, so that as many bad ones are left out.
+    # 0: a bad machine ends the job.
     spare_nodes: NonNegative = 0
+    # Least bus bandwidth of the all-reduce over all machines in GB/s. 0: it is only reported.
     min_gb_per_second: Annotated[float, Field(ge=0)] = 0.0
     max_clock_seconds: Annotated[float, Field(gt=0)] = 5.0  # not a limit
     # Limit since the first step of a job: an image takes 10 minutes to unpack, PyTorch 10 to import from a cold disk; then the
@@ -64,18 +61,8 @@ class SlurmConfig:
     """Options of sbatch and srun.
 
     Attributes:
-        srun_args: Further options of each `srun`, such as "--container-writable" or "--mpi=none".
-        setup: Lines of bash that run first in each task, in the container if there is one, such as "module load cuda".
         warning_seconds: Seconds before the time limit at which a run is asked to save and end, to be queued again. They have to
             be enough for the update of a step and for a checkpoint.
-        restarts: Maximum restarts for any reason; 0: never restart.
-        error_restarts: Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed;
-            0: the first failure ends the run.
-        idle_starts: Starts in a row that end at the time limit without a new checkpoint, after which the job ends, because
-            no step fits between its start and the warning. 0: no limit.
-        options: Further options of sbatch, by name ("mail_type: END").
-        convert, evaluate: Options of sbatch for the job of that command ("mem: 128G", "gpus_per_node: '2'"), which then shares
-            its machine with other jobs and gets no GPU but these. None: it takes a whole machine, like a run.
     """
 
     account: str
@@ -86,15 +73,23 @@ class SlurmConfig:
     exclusive: bool = True
     constraint: str | None = None
     reservation: str | None = None
+    # Further options of each `srun`, such as "--container-writable" or "--mpi=none"
     srun_args: list[str] = Field(default_factory=list)
+    # Lines of bash that run first in each task, in the container if there is one, such as "module load cuda"
     setup: list[str] = Field(default_factory=list)
     # Limit since the warning before the time limit: a step and a checkpoint, which the launch compares with `tepo plan`; then
     # the job ends without that step
     warning_seconds: Annotated[int, Field(ge=30, le=7200)] = 900
-    restarts: NonNegative = 20
+    restarts: NonNegative = 20  # maximum restarts for any reason; 0: never restart
+    # Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed; 0: the first
+    # failure ends the run
     error_restarts: NonNegative = 1
+    # Starts in a row that end at the time limit without a new checkpoint, after which the job ends, because no step fits
+    # between its start and the warning. 0: no limit.
     idle_starts: NonNegative = 3
-    options: dict[str, str] = Field(default_factory=dict)
+    options: dict[str, str] = Field(default_factory=dict)  # further options of sbatch, by name ("mail_type: END")
+    # convert, evaluate: options of sbatch for the job of that command ("mem: 128G", "gpus_per_node: '2'"), which then shares
+    # its machine with other jobs and gets no GPU but these. None: it takes a whole machine, like a run.
     convert: dict[str, str] | None = None
     evaluate: dict[str, str] | None = None
 
@@ -168,8 +163,3 @@ class SlurmConfig:
         days, _, clock = self.time.rpartition("-")
         hours, minutes, seconds = map(int, clock.split(":"))
         return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
-def reserved(path: Path) -> bool:
-    """Return whether NeMo-Run would corrupt this path in its scripts."""
-    return _RESERVED in str(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import importlib.metadata
 import os
 import shlex
@@ -11,7 +13,11 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from launch.preflight.inputs import functions
+from launch.profile import Cluster
+from tepo_megatron.config import Config, CustomTermConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils import scratch
 from tepo_megatron.utils.scratch import PrivateFolder
@@ -21,23 +27,18 @@ SOURCE = Path(__file__).resolve().parents[1]  # the checkout of this program
 _CODE = ("tepo_megatron/", "launch/", "tools/")
 _GIT_SECONDS = 600  # limit since a call of git: a repository on a cold file system takes minutes; then `did not end within`
 _SHOWN = 3  # changed files in a message
+_END_BYTES = 1 << 20  # of an image, which are read
 
 
 @dataclass(frozen=True)
 class CodeVersion:
-    """The version of the code that a job imports.
-
-    Attributes:
-        commit: Commit of the checkout. None: there is no git, and no snapshot is taken.
-        changed: Files of the code that differ from the commit.
-        tree: Git's hash of all files with these changes. None: nothing differs.
-    """
+    """The version of the code that a job imports."""
 
     source: Path
     version: str
-    commit: str | None = None
-    changed: tuple[str, ...] = ()
-    tree: str | None = None
+    commit: str | None = None  # commit of the checkout. None: there is no git, and no snapshot is taken.
+    changed: tuple[str, ...] = ()  # files of the code that differ from the commit
+    tree: str | None = None  # git's hash of all files with these changes. None: nothing differs.
 
     @property
     def name(self) -> str | None:
@@ -195,3 +196,61 @@ def _git(source: Path, *words: str, environment: Mapping[str, str] | None = None
             f"{source}: git {words[0]} fails ({' '.join(done.stderr.split())}); the snapshot of the code needs it"
         )
     return done.stdout
+
+
+def with_frozen_functions(cfg: Config, code: CodeVersion, home: Path) -> Config:
+    """Return the config with each user function that is in the checkout replaced by the same one in the snapshot."""
+
+    def frozen(function: str) -> str:
+        file, _, name = function.rpartition(":")
+        return f"{code.frozen(file, home)}:{name}"
+
+    terms = [
+        dataclasses.replace(term, function=frozen(term.function)) if isinstance(term, CustomTermConfig) else term
+        for term in cfg.reward.terms
+    ]
+    function = cfg.rollout.function
+    rollout = dataclasses.replace(cfg.rollout, function=None if function is None else frozen(function))
+    return dataclasses.replace(cfg, rollout=rollout, reward=dataclasses.replace(cfg.reward, terms=terms))
+
+
+def describe(code: CodeVersion, cluster: Cluster, cfg: Config | None, home: Path) -> dict[str, Any]:
+    """Return the content of a job's code.json, and print what of the job's code can still change."""
+    files = {} if cfg is None else {key: function.rpartition(":")[0] for key, function in functions(cfg)}
+    outside = {key: file for key, file in files.items() if code.frozen(file, home) == file}
+    if code.commit is None:
+        print(f"launch: {code.source} is no git checkout: the job imports what is there or installed when it runs")
+    for key, file in outside.items():
+        print(f"launch: {key}: {file} is in no snapshot: the job reads it as it is when it runs")
+    folder = code.folder(home)
+    return {
+        "commit": code.commit,
+        "changed": list(code.changed),
+        "version": code.version,
+        "snapshot": str(folder) if folder is not None and folder.is_dir() else None,
+        "functions_outside": {key: {"file": file, "sha256": _checksum(Path(file))} for key, file in outside.items()},
+        "image": None if cluster.container is None else _image(cluster.container.image),
+    }
+
+
+def _image(image: str) -> dict[str, Any]:
+    """Return what identifies an image: its digest if the reference has one; size, time and checksum of a file."""
+    file = Path(image)
+    if not file.is_file():
+        digest = image.rpartition("@")[2] if "@sha256:" in image else None
+        return {"reference": image, "digest": digest}
+    size, end = file.stat().st_size, _END_BYTES
+    with file.open("rb") as data:  # a squashfs has its header at the start and its tables at the end
+        checksum = hashlib.sha256(data.read(end))
+        data.seek(max(0, size - end))
+        checksum.update(data.read(end))
+    return {
+        "file": image,
+        "bytes": size,
+        "modified": file.stat().st_mtime,
+        "sha256_of_both_ends": checksum.hexdigest(),
+    }
+
+
+def _checksum(file: Path) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None

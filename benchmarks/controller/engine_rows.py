@@ -1,4 +1,4 @@
-"""Measure the engine client in front of fake servers: intake, intake and grading in one process, and counts of a small load.
+"""Measure the engine client in front of fake servers: intake, and intake and grading in one process.
 
 The engine, its HTTP client, its routing and its checks are those of a run.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.controller import Point, fastest
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, write_tokenizer
-from benchmarks.controller.fake_pool import BINARY, FakePool, PoolSpec
-from benchmarks.controller.measuring import Point, fastest
+from benchmarks.controller.fake_pool import FakePool, PoolSpec
 from tepo_megatron.config import RewardConfig, RolloutConfig, UrlServerConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.inference.engine_api import LaunchSpec
@@ -39,7 +39,6 @@ CALLS, REPEATED_MILLIONS = 3, 20.0  # calls of which the fastest counts, up to t
 ARRIVAL_SECONDS = 1.5  # in which the answers of a million tokens arrive
 WORKERS = 2  # of the reward
 CLOSE_SECONDS = 20.0  # of an engine; one that was interrupted in the middle of its work may hang
-CPU_TARGETS = {"json": 0.5, BINARY: 0.15}  # CPU seconds of the intake per million tokens
 
 
 def make_prompts(count: int) -> list[Prompt]:
@@ -150,20 +149,3 @@ def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
                 collector = Collector(cfg, engine, reward, stream, 0, (END,), max_generation_rounds=1, overlong=None)
                 found.append(_measured(size, partial(collected, collector)))
     return found
-
-
-def counted(servers: int = 8, concurrency: int = 2, prompts: int = 64, answer_format: str = "json") -> dict[str, float]:
-    """Count what a small load costs: bytes per token, and connections per server."""
-    spec = PoolSpec(servers, 800, 2000, least_seconds=0.02, most_seconds=0.02, format=answer_format)
-    with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, 4, 2001)) as engine:
-        sampling = SamplingParams(samples=4, max_tokens=2001, stop_token_ids=(END,))
-        rollouts = sampled(engine, make_prompts(prompts), sampling)
-        counts = pool.counts()
-    tokens = sum(r.response_length for r in rollouts)
-    return {
-        "tokens": tokens,
-        "bytes per token": counts.answer_bytes / tokens,
-        "connections at once": counts.at_once,
-        "connections opened": counts.opened,
-        "requests per server": counts.requests / servers,
-    }

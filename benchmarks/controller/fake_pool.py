@@ -29,43 +29,31 @@ from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sampl
 BINARY = "binary"  # answers are binary where the request accepts that
 _LENGTH = re.compile(rb"\ncontent-length: *(\d+)", re.IGNORECASE)
 _CLOSE = re.compile(rb"\nconnection: *close", re.IGNORECASE)
-START_SECONDS = 60.0
 END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The answers of the servers, and their timing.
-
-    Attributes:
-        mean: Mean number of tokens of a sample.
-        least_seconds, most_seconds: Each answer is sent after a random time between these.
-        format: "json", or "binary" for requests that accept the package's binary format.
-    """
+    """The answers of the servers, and their timing."""
 
     servers: int
-    mean: float
+    mean: float  # mean number of tokens of a sample
     cap: int
     answers: int = 64
+    # least_seconds, most_seconds: each answer is sent after a random time between these
     least_seconds: float = 0.0
     most_seconds: float = 0.0
-    format: str = "json"
+    format: str = "json"  # "json", or "binary" for requests that accept the package's binary format
 
 
 @dataclass
 class PoolCounts:
-    """Counts since the start of the pool.
-
-    Attributes:
-        answer_bytes: Bytes of the bodies of these answers.
-        opened: Most connections that one server has accepted.
-        at_once: Most connections that one server has had open at the same time.
-    """
+    """Counts since the start of the pool."""
 
     requests: int = 0
-    answer_bytes: int = 0
-    opened: int = 0
-    at_once: int = 0
+    answer_bytes: int = 0  # bytes of the bodies of these answers
+    opened: int = 0  # most connections that one server has accepted
+    at_once: int = 0  # most connections that one server has had open at the same time
 
 
 class FakePool:

@@ -1,9 +1,9 @@
 """Log-prob and entropy (row 8), and with the output layer (row 9), on a GPU: calls, inputs, shares of the ceilings.
 
-The peers are verl's unfused functions and its fused kernel; TRL's functions; the plain formula, also by torch.compile; Liger's
-cross-entropy, which gives log-probs without entropies. `copy pair`: the time to move the logits three times (forward reads
-them, backward reads and writes) at the measured bandwidth of a copy. `three GEMMs`: the products that give the logits, and
-their gradient with the weight and with the hidden states, in bf16.
+The peers are verl's and TRL's functions, unfused; the plain formula, also by torch.compile; Liger's cross-entropy, which
+gives log-probs without entropies. `copy pair`: the time to move the logits three times (forward reads them, backward reads and
+writes) at the measured bandwidth of a copy. `three GEMMs`: the products that give the logits, and their gradient with the
+weight and with the hidden states, in bf16. Times are by CUDA events; on a CPU, to test the code, by its clock.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks._measure import Call
+from benchmarks._measure import Call, interleaved, on_host, peak_extra_bytes
 from benchmarks._token_stats_peers import Statistics, alternatives, plain_formula
-from benchmarks.gpu._timing import copy_bandwidth, matmul_rate, peaks, seconds
 from benchmarks.results import OURS, Measure, Target
 from benchmarks.token_stats import Inputs, forward_backward
 from tepo_megatron.ops import output_layer
@@ -36,9 +35,65 @@ TARGETS = {
 }
 
 
-def name_of(row: int, what: str, rows: int, vocab: int, hidden: int) -> str:
-    """Return the name of a measure."""
-    return f"{what}, {rows} x {vocab} bf16" + (f", hidden {hidden}" if row == 9 else "")
+def on_gpu(call: Call, given: Any) -> tuple[float, float]:
+    """Return the seconds between two CUDA events around the call, its launches included, and a number without meaning."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    out = call(given)
+    end.record()
+    torch.cuda.synchronize()
+    del out
+    return start.elapsed_time(end) / 1e3, 0.0
+
+
+def seconds(
+    prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: torch.device, repetitions: int
+) -> dict[str, float]:
+    """Return the median seconds of each alternative, all in turn."""
+    timed = on_gpu if device.type == "cuda" else on_host
+    return {name: t.wall for name, t in interleaved(prepare, alternatives, repetitions, timed).items()}
+
+
+def peak_bytes(call: Call, given: Any, device: torch.device) -> int:
+    """Return the peak bytes allocated during the call, above the start."""
+    if device.type != "cuda":
+        return peak_extra_bytes(lambda: call(given))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = call(given)
+    torch.cuda.synchronize()
+    del out
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peaks(prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: torch.device) -> dict[str, int]:
+    """Return the peak bytes of each alternative's second call. Peers that fail, perhaps for lack of memory, are left out."""
+    found = {}
+    for name, call in alternatives.items():
+        try:
+            call(prepare())
+            found[name] = peak_bytes(call, prepare(), device)
+        except Exception as e:  # a peer's kernel may raise anything on this machine: measure the others all the same
+            if name == OURS:
+                raise
+            print(f"{name} is left out: {type(e).__name__}: {e}", file=sys.stderr)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def copy_bandwidth(size: int, device: torch.device, repetitions: int) -> float:
+    """Return the bytes per second, read and written, of copying `size` bytes on the device."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / seconds(lambda: None, {"copy": lambda _: target.copy_(source)}, device, repetitions)["copy"]
+
+
+def matmul_rate(size: int, device: torch.device, repetitions: int) -> float:
+    """Return the floating-point operations per second of a bf16 product of two square matrices."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: None, {"mm": lambda _: torch.mm(a, b)}, device, repetitions)["mm"]
 
 
 def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Inputs]:
@@ -95,15 +150,6 @@ def unfused_layer(given: Layer, statistics: Statistics) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outputs, [hidden, weight], upstream)
 
 
-def verl_fused_layer(given: Layer) -> tuple[Tensor, ...]:
-    """Run verl's Triton kernel, forward and backward."""
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    hidden, weight, labels, gradients = given
-    outputs = linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)
-    return torch.autograd.grad(outputs, [hidden, weight], [g.to(x.dtype) for g, x in zip(gradients, outputs, strict=True)])
-
-
 def liger_layer(given: Layer) -> tuple[Tensor, ...]:
     """Run Liger's fused layer: only the log-prob; the weight's gradient is summed in fp32, as ours."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
@@ -121,24 +167,12 @@ def gemms(given: Layer) -> tuple[Tensor, ...]:
     return torch.mm(logits, weight), torch.mm(logits.t(), hidden)
 
 
-def installed(calls: Mapping[str, Call], module_of: Mapping[str, str]) -> dict[str, Call]:
-    """Return the calls whose module can be imported."""
-    found = dict(calls)
-    for name, module in module_of.items():
-        try:
-            __import__(module)
-        except ImportError as e:
-            print(f"{name} is left out: {e}", file=sys.stderr)
-            del found[name]
-    return found
-
-
 def measure(
-    peers: Path | None, device: torch.device, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN,
+    device: torch.device, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN,
     repetitions: int = 20, square: int = SQUARE, only: Collection[int] = (8, 9),
 ) -> Iterator[Measure]:  # fmt: skip
     """Yield each measure when it is known. Fused kernels of peers run only on a GPU."""
-    statistics, on_gpu = alternatives(peers, forms=True), device.type == "cuda"
+    statistics, on_gpu = alternatives(forms=True), device.type == "cuda"
     size = 2 * rows * vocab
     logit_calls: dict[str, Call] = {k: partial(forward_backward, s) for k, s in statistics.items()}
     layer_calls: dict[str, Call] = {
@@ -146,15 +180,13 @@ def measure(
         "ours, mm then add": partial(our_layer_mm_then_add, budget=size), GEMMS: gemms,
         "plain": partial(unfused_layer, statistics=plain_formula),
     }  # fmt: skip
-    if "verl" in statistics:
-        layer_calls["verl"] = partial(unfused_layer, statistics=statistics["verl"])
     if on_gpu:
         logit_calls["compiled"] = partial(forward_backward, torch.compile(plain_formula))
         layer_calls["compiled"] = partial(unfused_layer, statistics=torch.compile(plain_formula))
-        liger = "liger_kernel.transformers.functional"
-        logit_calls = installed(logit_calls | {"liger": liger_statistics}, {"liger": liger})
-        fused = {"liger": liger, "verl fused": "verl.utils.kernel.linear_cross_entropy"}
-        layer_calls = installed(layer_calls | {"liger": liger_layer, "verl fused": verl_fused_layer}, fused)
+        if find_spec("liger_kernel") is None:
+            print("liger is left out: it is not installed", file=sys.stderr)
+        else:
+            logit_calls["liger"], layer_calls["liger"] = liger_statistics, liger_layer
 
     if 8 in only:
         bandwidth = copy_bandwidth(size, device, repetitions)
@@ -172,10 +204,11 @@ def _rows(row: int, prepare: Callable[[], Any], calls: Mapping[str, Call], devic
     """Measure memory and time of a row's calls. `least` is the seconds at the ceiling; each call's share of it is recorded."""
     peak = peaks(prepare, calls, device)
     gib = {k: v / 2**30 for k, v in peak.items()}
-    yield Measure(row, name_of(row, "extra memory", *shape), "GiB", gib.pop(OURS), gib)
+    size = f"{shape[0]} x {shape[1]} bf16" + (f", hidden {shape[2]}" if row == 9 else "")
+    yield Measure(row, f"extra memory, {size}", "GiB", gib.pop(OURS), gib)
     taken = seconds(prepare, {name: calls[name] for name in peak}, device, repetitions)
     more = {"ceilings": ceilings, "share_of_ceiling": {name: least / s for name, s in taken.items()}}
     if row == 8:
         taken[COPY] = least
     others = {k: v for k, v in taken.items() if k != OURS}
-    yield Measure(row, name_of(row, "time", *shape), "s", taken[OURS], others, TARGETS[row], more=more)
+    yield Measure(row, f"time, {size}", "s", taken[OURS], others, TARGETS[row], more=more)

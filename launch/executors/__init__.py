@@ -20,14 +20,11 @@ from tepo_megatron.config import Config
 class Executor(Protocol):
     """The interface of an executor module. The functions are called in this order, and raise ConfigError to refuse.
 
-    Attributes:
-        NAME: Name in --executor and in records, and of the section in a profile.
-        QUEUES: True if a job waits before it runs, so that a preflight comes first.
     The type of a job before its start is private to the module.
     """
 
-    NAME: str
-    QUEUES: bool
+    NAME: str  # name in --executor and in records, and of the section in a profile
+    QUEUES: bool  # True if a job waits before it runs, so that a preflight comes first
 
     def after(self, folder: Path) -> str:
         """Return the id of the newest job of a folder, for a job that is to wait for it."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launch import checks, jobs, scripts
-from launch.executors.lazy import submission
 from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
@@ -39,14 +38,16 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> Submission:
     if layout.train_nodes > 1 or layout.serve_nodes > 1:
         raise ConfigError(f"this run takes {layout.nodes} machines of {cluster.slots} ranks; use --executor slurm")
-    return submission(slot, [scripts.Task("train", _script(cluster, layout, slot))], cluster)
+    return scripts.submission(slot, [scripts.Task("train", _script(cluster, layout, slot))], cluster)
 
 
 def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
     checks.check_paths([Path.cwd(), slot.run])
     checks.check_words(words)
-    return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster, slot), slot.code)], cluster)
+    return scripts.submission(
+        slot, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster, slot), slot.code)], cluster
+    )
 
 
 def render(job: Submission) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from launch import check_step, checks, jobs, scripts
 from launch.check_step import setup_lines
-from launch.executors.lazy import submission
 from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
@@ -43,7 +42,8 @@ def after(folder: Path) -> str:
 
 
 def check(cluster: Cluster, cfg: Config | None) -> None:
-    checks.check_section(cluster, NAME)
+    if cluster.slurm is None:
+        raise ConfigError("--executor slurm: the cluster's profile has no slurm section; give one with --cluster PROFILE")
     checks.check_secrets(cluster)
 
 
@@ -62,7 +62,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, s
     setup = check_setup(cluster, slot, layout.nodes, cluster.gpus if cfg.platform == "cuda" else 0)
     setup += batch_setup(cfg, cluster.slurm, slot.home) if resumes and cluster.slurm.restarts else ""
     spares = cluster.node_check.spare_nodes
-    return submission(slot, tasks, cluster, after, setup, resumes, spares, check_step.VARIABLES)
+    return scripts.submission(slot, tasks, cluster, after, setup, resumes, spares, check_step.VARIABLES)
 
 
 def check_setup(cluster: Cluster, slot: JobFolder, nodes: int, gpus: int) -> str:
@@ -86,7 +86,7 @@ def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, 
             )
         cluster = dataclasses.replace(cluster, slurm=shared[0], gpus_per_node=cluster.gpus_per_node and shared[1])
     lines = [*setup_lines(slurm), *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
-    return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), lines, slot.code)], cluster, after)
+    return scripts.submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), lines, slot.code)], cluster, after)
 
 
 def render(job: Submission) -> str:

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.layout import Layout, lay_out
-from launch.preflight import inputs, machines, planning
+from launch.preflight import inputs, machines
 from launch.profile import Cluster, load_cluster, this_machine
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, TepoError
 
 if TYPE_CHECKING:
     from launch.executors import Executor
 
 T = TypeVar("T")
+MARGIN = 1.35  # `tepo plan` was off by up to so much from published steps
 
 
 @dataclass
@@ -60,7 +61,7 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
         if layout is not None:
             report.add(machines.partition_faults(cluster, layout))
         report.add(machines.storage_faults(cfg, cluster))
-        planning.check(cfg, cluster, report)
+        _check_plan(cfg, cluster, report)
     return _result(report, cfg, cluster, layout)
 
 
@@ -88,3 +89,35 @@ def _raise_faults(report: Report) -> None:
         number = f"{len(report.faults)} faults" if len(report.faults) > 1 else "1 fault"
         lines = "\n".join(f"  {fault}" for fault in report.faults)
         raise ConfigError(f"preflight found {number}, and nothing was submitted (--no-preflight skips these checks):\n{lines}")
+
+
+def _check_plan(cfg: Config, cluster: Cluster, report: Report) -> None:
+    """Add the verdict of `tepo plan` on memory, and the fault of a step that does not end between warning and time limit."""
+    if cfg.platform != "cuda":
+        return
+    gpu = cluster.gpu or "H100"
+    try:
+        from tepo_megatron.plan.command import PlanRequest, predictor_of, refusal
+        from tepo_megatron.plan.search import judge
+
+        predictor = predictor_of(cfg, PlanRequest(gpu=gpu))
+        found = judge(predictor)
+    except ModuleNotFoundError as e:
+        report.notes.append(f"tepo plan was skipped: {e.name} is not installed here; run `make launch`")
+        return
+    except TepoError as e:
+        if str(e).startswith("--gpu") and cluster.gpu is not None:
+            report.faults.append(f"gpu={gpu}: {str(e).partition(': ')[2]}; correct it in the profile")
+        else:
+            report.notes.append(f"tepo plan was skipped: {' '.join(str(e).split())}")
+        return
+    slurm = cluster.slurm
+    if found.why:
+        report.faults.append(f"parallel, rollout: tepo plan for {gpu}: {refusal(found, found.why)}")
+    elif found.step is not None and slurm is not None and slurm.restarts and found.step.seconds > slurm.patience:
+        # one step, running when the warning comes, may pass between the warning and a complete checkpoint
+        report.faults.append(
+            f"slurm.warning_seconds={slurm.warning_seconds}: before its time limit the job waits {slurm.patience} s until the "
+            f"running step is saved, and a step takes about {found.step.seconds:.0f} s (tepo plan); raise it to "
+            f"{int(MARGIN * found.step.seconds) + 60}"
+        )

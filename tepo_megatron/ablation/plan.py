@@ -33,24 +33,18 @@ class AblationFile:
 
     An `objective` section that names a method replaces the section before it, whose keys belong to another method. All other
     sections are merged as `config_layers` says.
-
-    Attributes:
-        name: Name of the ablation, a plain folder name.
-        base: Training config, relative to this file.
-        runs: Name -> keys of that run alone. A list of objectives is short for runs of these names.
-        seeds: Seeds; each run is trained once with each.
-        baseline: Run that the others are compared with. None: the first run.
-        overwrite: Replace finished runs that were made with another config.
     """
 
-    name: str
-    base: str
+    name: str  # name of the ablation, a plain folder name
+    base: str  # training config, relative to this file
+    # Name -> keys of that run alone. A list of objectives is short for runs of these names.
     runs: Annotated[dict[str, dict[str, Any]], BeforeValidator(_named), Field(min_length=1)]
+    # Seeds; each run is trained once with each
     seeds: Annotated[list[NonNegative], Field(min_length=1)] = Field(default_factory=lambda: [0, 1])
-    baseline: str | None = None
+    baseline: str | None = None  # run that the others are compared with. None: the first run.
     overrides: dict[str, Any] = Field(default_factory=dict)
     output: str = "runs"
-    overwrite: bool = False
+    overwrite: bool = False  # replace finished runs that were made with another config
 
     def __post_init__(self) -> None:
         if Path(self.name).name != self.name or self.name.startswith("."):
@@ -66,14 +60,10 @@ class AblationFile:
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """The runs of an ablation in the order of training: all seeds of the first run, then of the next.
-
-    Attributes:
-        runs: Name -> seed -> complete training config.
-    """
+    """The runs of an ablation in the order of training: all seeds of the first run, then of the next."""
 
     file: AblationFile
-    runs: Mapping[str, Mapping[int, Config]]
+    runs: Mapping[str, Mapping[int, Config]]  # name -> seed -> complete training config
 
     @property
     def folder(self) -> Path:
@@ -94,10 +84,8 @@ class AblationPlan:
 def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> AblationPlan:
     """Read an ablation's file, apply `--key value` words, and check every run.
 
-    A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run.
-
-    Raises:
-        ConfigError: The file or a run is invalid. The message names file, run and key.
+    A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run. Raises
+    ConfigError if the file or a run is invalid. The message names file, run and key.
     """
     tree = read_yaml(path)
     for_every_run: list[tuple[str, Any]] = []
@@ -157,7 +145,6 @@ def _check_comparable(plan: AblationPlan, path: str | Path) -> None:
 
 
 def _shared_settings(model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig) -> dict[str, Any]:
-    """Return the settings that all runs must share."""
     fields = {f"data.{field.name}": getattr(data, field.name) for field in dataclasses.fields(data)}
     of_training = ("data.train", "data.shuffle")
     keys = {"model.path": model.path, "evaluation": evaluation}

@@ -19,14 +19,10 @@ SHARE_OF_BEST = 0.9
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """A run that ended without error.
-
-    Attributes:
-        scores: Scores of the held-out problems, before and after the run.
-    """
+    """A run that ended without error."""
 
     curves: Curves
-    scores: Scores
+    scores: Scores  # scores of the held-out problems, before and after the run
 
     @classmethod
     def of(cls, run_dir: Path) -> Self:
@@ -36,24 +32,17 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded.
-
-    Attributes:
-        before, after: Accuracy before and after the run.
-        steps_to_best: Mean over seeds of `steps_to_share_of_best`.
-        entropy_at_end: Mean over seeds of the entropy at the end, in nats per token.
-        difference: Paired difference of `after` to the baseline's; None for the baseline itself.
-        errors: Seed -> error of a failed run.
-    """
+    """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded."""
 
     name: str
     problems: int
+    # before, after: accuracy before and after the run
     before: Estimate | None
     after: Estimate | None
-    steps_to_best: float | None
-    entropy_at_end: float | None
-    difference: Estimate | None
-    errors: Mapping[int, str]
+    steps_to_best: float | None  # mean over seeds of `steps_to_share_of_best`
+    entropy_at_end: float | None  # mean over seeds of the entropy at the end, in nats per token
+    difference: Estimate | None  # paired difference of `after` to the baseline's; None for the baseline itself
+    errors: Mapping[int, str]  # seed -> error of a failed run
 
 
 def rows(

@@ -16,22 +16,14 @@ from tepo_megatron.types import LossOutput, PackedMicrobatch, SamplingMask, Toke
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The metrics of one optimizer step, on the host, the same on every rank.
+    """The metrics of one optimizer step, on the host, the same on every rank."""
 
-    Attributes:
-        metrics: Name -> (numerator, denominator).
-        histograms: Name -> int64 counts.
-        ratio_B: fp64, mean importance ratio of each sequence.
-        knows_entropy_change: Whether dH is the effect of earlier updates. Otherwise it is 0 or rounding noise.
-        mismatch: `Actor.mismatch` of these sequences. None: this update did not measure it.
-        measured: These sequences with their old statistics, valid on the last pipeline stage. None: as for `mismatch`.
-    """
-
-    metrics: dict[str, Pair]
-    histograms: dict[str, Tensor]
-    ratio_B: Tensor
-    knows_entropy_change: bool
-    mismatch: dict[str, float] | None = None
+    metrics: dict[str, Pair]  # name -> (numerator, denominator)
+    histograms: dict[str, Tensor]  # name -> int64 counts
+    ratio_B: Tensor  # fp64, mean importance ratio of each sequence
+    knows_entropy_change: bool  # whether dH is the effect of earlier updates. Otherwise it is 0 or rounding noise.
+    mismatch: dict[str, float] | None = None  # `Actor.mismatch` of these sequences. None: this update did not measure it.
+    # These sequences with their old statistics, valid on the last pipeline stage. None: as for `mismatch`.
     measured: TrainBatch | None = None
 
 

@@ -35,11 +35,11 @@ class HostActivations:
 
     Attributes:
         least_bytes: As given. It may be changed between two uses of the context.
-        memory: Host memory, one stack per microbatch in flight. A microbatch begins with the forward pass of a chunk.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device, least_bytes: int = LEAST_OFFLOADED) -> None:
         self._chunks, self.least_bytes = chunks, least_bytes
+        # Host memory, one stack per microbatch in flight. A microbatch begins with the forward pass of a chunk.
         self.memory = HostStacks(device)
         self._stay: set[int] = set()
         self._stream: torch.cuda.Stream | None = None

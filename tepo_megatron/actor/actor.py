@@ -50,15 +50,6 @@ class Actor:
 
     Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of
     `MinibatchTokenStats`.
-
-    Attributes:
-        chunks: This rank's model chunks in DDP.
-        bindings: This rank's parameters with their Hugging Face names.
-        activations: Context of `training.offload_activations`; None without it.
-        rows: Selects the response rows before the output layer; None except on the last pipeline stage.
-        reference: The reference policy's weights; None before `keep_reference`.
-        noise_floor: Noise floor of dH in nats; None before `measure_noise` has found one.
-        masks: Attaches sampling masks to batches that lack them.
     """
 
     cfg: Config
@@ -66,18 +57,18 @@ class Actor:
     family: Family
     arch: Architecture
     config: TransformerConfig
-    chunks: list[DistributedDataParallel]
-    bindings: list[Binding]
+    chunks: list[DistributedDataParallel]  # this rank's model chunks in DDP
+    bindings: list[Binding]  # this rank's parameters with their Hugging Face names
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     packer: Packer
     schedule: PipelineSchedule
     offloader: Offloader
-    activations: HostActivations | None
-    rows: OutputRows | None
-    reference: HostWeights | None = None
-    noise_floor: float | None = None
-    masks: MaskSource = field(init=False)
+    activations: HostActivations | None  # context of `training.offload_activations`; None without it
+    rows: OutputRows | None  # selects the response rows before the output layer; None except on the last pipeline stage
+    reference: HostWeights | None = None  # the reference policy's weights; None before `keep_reference`
+    noise_floor: float | None = None  # noise floor of dH in nats; None before `measure_noise` has found one
+    masks: MaskSource = field(init=False)  # attaches sampling masks to batches that lack them
     _step: int = 0
     _gathered: bool = True
 

@@ -28,19 +28,13 @@ _PADDING_TOKENS = 8
 
 @dataclass(frozen=True)
 class AttentionBucket:
-    """Sequences of similar length, padded to the longest.
-
-    Attributes:
-        chunk: C, tokens of the longest sequence's chunk.
-        pieces: Chunks that hold this rank's queries.
-        total: Chunks per sequence.
-        masks: For each of `pieces`, the keys that each query attends to, bool [n or 1, 1, C, (piece + 1) C]. None: causal.
-    """
+    """Sequences of similar length, padded to the longest."""
 
     sequences: int
-    chunk: int
-    pieces: tuple[int, ...]
-    total: int
+    chunk: int  # C, tokens of the longest sequence's chunk
+    pieces: tuple[int, ...]  # chunks that hold this rank's queries
+    total: int  # chunks per sequence
+    # For each of `pieces`, the keys that each query attends to, bool [n or 1, 1, C, (piece + 1) C]. None: causal.
     masks: tuple[Tensor | None, ...]
 
     @classmethod

@@ -69,7 +69,6 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
-        """Take the arguments that Megatron passes to a layer's attention, and those of the spec."""
         super().__init__(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.layer_number, self.tp_group, self.cp_group = layer_number, groups.tp, groups.cp

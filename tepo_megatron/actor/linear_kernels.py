@@ -4,37 +4,59 @@ Suffixes and dimensions: _T packed tokens of all context-parallel (CP) ranks; D 
 keys, V channels of values.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tepo_megatron.actor.kernels import LinearChoice
 from tepo_megatron.ops.context_parallel import zigzag_rows
 from tepo_megatron.ops.gated_delta_rule import SequenceChunks, gated_delta_rule
-from tepo_megatron.ops.packed_convolution import packed_convolution, positions
+
+
+def positions(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return the position of each token in its sequence, int64 [T]."""
+    return torch.cat([torch.arange(length) for length in (*lengths, 0)]).to(device)
+
+
+def packed_convolution(x_TD: Tensor, weight_DW: Tensor, position_T: Tensor) -> Tensor:
+    """Return SiLU of the depthwise causal convolution over packed sequences, each channel with its own W weights, [T, D].
+
+    The last weight belongs to the token itself. Tokens before the start of a sequence count as 0. Gradients: to `x_TD` and
+    `weight_DW`, by autograd; none crosses the border of two sequences. It is computed in the dtype of the inputs.
+
+    Args:
+        x_TD: Channels of each token.
+        weight_DW: Weights of each channel.
+        position_T: int64, position of each token in its sequence (see `positions`).
+    """
+    weights = weight_DW.unbind(1)
+    y = x_TD * weights[-1]
+    for back in range(1, min(len(weights), x_TD.size(0))):
+        inside = (position_T[back:] >= back)[:, None]
+        y = y + F.pad(x_TD[:-back] * inside * weights[-1 - back], (0, 0, back, 0))
+    return F.silu(y)
+
 
 _CHANNELS = 8  # causal-conv1d needs a multiple of this many channels where sequences are packed
 
 
 @dataclass(frozen=True)
 class LinearLayout:
-    """The packed sequences of a microbatch, computed once for all its layers.
+    """The packed sequences of a microbatch, computed once for all its layers."""
 
-    Attributes:
-        lengths: Tokens of each sequence over all CP ranks, padding included.
-        position_T: Position of each token in its sequence.
-        rows_T: Under CP, the place in the order of packing of each token of the ranks, one rank after another. None without CP.
-    """
-
-    lengths: tuple[int, ...]
-    position_T: Tensor
+    lengths: tuple[int, ...]  # tokens of each sequence over all CP ranks, padding included
+    position_T: Tensor  # position of each token in its sequence
     chunks: SequenceChunks
+    # Under CP, the place in the order of packing of each token of the ranks, one rank after another. None without CP.
     rows_T: Tensor | None
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], cp: int, device: torch.device) -> "LinearLayout":
+    def of(cls, lengths: tuple[int, ...], cp: int, device: torch.device) -> LinearLayout:
         """Return the layout of sequences."""
         starts = torch.tensor([0, *lengths]).cumsum(0)
         rows = torch.cat([zigzag_rows(starts, cp, rank) for rank in range(cp)]).to(device) if cp > 1 else None
@@ -48,19 +70,16 @@ class LinearLayout:
 
 @dataclass(frozen=True)
 class LinearKernels:
-    """The implementations that a layer calls.
+    """The implementations that a layer calls."""
 
-    Attributes:
-        convolution: (x [T, D], weights [D, width], layout) -> SiLU of the causal convolution [T, D].
-        delta_rule: (q, k [T, H, K], v [T, H, V], log decays g, strengths beta [T, H], layout) -> [T, H, V]. Queries and keys
-            are normalized, and all but `v` are fp32.
-    """
-
+    # (x [T, D], weights [D, width], layout) -> SiLU of the causal convolution [T, D]
     convolution: Callable[[Tensor, Tensor, LinearLayout], Tensor]
+    # (q, k [T, H, K], v [T, H, V], log decays g, strengths beta [T, H], layout) -> [T, H, V]. Queries and keys are normalized,
+    # and all but `v` are fp32.
     delta_rule: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LinearLayout], Tensor]
 
     @classmethod
-    def of(cls, choice: LinearChoice) -> "LinearKernels":
+    def of(cls, choice: LinearChoice) -> LinearKernels:
         """Return the implementations that `kernels.choose_linear` names."""
         return cls(_CONVOLUTIONS[choice.convolution], _DELTA_RULES[choice.delta_rule])
 

@@ -21,14 +21,11 @@ class OutputRows:
     Under sequence parallelism the rows are selected after a gather over tp, whose backward is a reduce-scatter. The layer's own
     gather and its own all-reduce of the input gradient are then switched off; with the latter on, the gradient would be summed
     twice over tp.
-
-    Attributes:
-        current: int64, `rows_R` of the microbatch. It must be set before each forward pass.
-        weight: With `keep_hidden`, the weight (tied or the layer's own) of the product that the layer skipped.
     """
 
     def __init__(self, gather: bool, own_weight: Tensor | None) -> None:
-        self.current: Tensor | None = None
+        self.current: Tensor | None = None  # int64, `rows_R` of the microbatch. It must be set before each forward pass.
+        # With `keep_hidden`, the weight (tied or the layer's own) of the product that the layer skipped
         self.weight: Tensor | None = None
         self._gather, self._own_weight = gather, own_weight
 

@@ -60,15 +60,10 @@ class HostWeights:
 
 @dataclass
 class Teacher:
-    """The teacher's side of an update's microbatches, on a rank of the last pipeline stage; nothing on other ranks.
+    """The teacher's side of an update's microbatches, on a rank of the last pipeline stage; nothing on other ranks."""
 
-    Attributes:
-        hidden: [R, H] of each microbatch in the order of the update, in host memory. `take` removes them.
-        weight: This rank's rows of the teacher's output layer, on the device. None: another stage.
-    """
-
-    hidden: deque[Tensor]
-    weight: Tensor | None
+    hidden: deque[Tensor]  # [R, H] of each microbatch in the order of the update, in host memory. `take` removes them.
+    weight: Tensor | None  # this rank's rows of the teacher's output layer, on the device. None: another stage.
 
     @classmethod
     @torch.no_grad()

@@ -41,17 +41,13 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """The tables of a microbatch.
+    """The tables of a microbatch."""
 
-    Attributes:
-        cu_seqlens, freqs: The tensors that they were computed for.
-        dtype: The type of cos and sin.
-        cos, sin: [S, 1, R / 2], of each token's angles.
-    """
-
+    # cu_seqlens, freqs: the tensors that they were computed for
     cu_seqlens: Tensor
     freqs: Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # the type of cos and sin
+    # cos, sin: [S, 1, R / 2], of each token's angles
     cos: Tensor
     sin: Tensor
 

@@ -21,16 +21,12 @@ SUM_TOLERANCE = 1e-6  # of a sum, relative to the sum of the absolute values
 
 @dataclass(frozen=True)
 class AuditedUpdate:
-    """One update: the terms that training used and the same terms computed again.
-
-    Attributes:
-        terms: The same terms in fp64 by name, _N; also `group_advantage` and `rollout_logprob`, which are inputs of the loss.
-        near_N: bool, tokens near to a threshold, where fp32 may decide differently.
-    """
+    """One update: the terms that training used and the same terms computed again."""
 
     record: AuditUpdate
+    # The same terms in fp64 by name, _N; also `group_advantage` and `rollout_logprob`, which are inputs of the loss
     terms: dict[str, Array]
-    near_N: Array
+    near_N: Array  # bool, tokens near to a threshold, where fp32 may decide differently
 
     @cached_property
     def used(self) -> Mapping[str, Array]:
@@ -85,16 +81,12 @@ class AuditedUpdate:
 
 @dataclass(frozen=True)
 class AuditedStep:
-    """One audited step.
-
-    Attributes:
-        logged_loss: `loss/total` of the step in metrics.jsonl. None: the step is not there, or has no loss.
-    """
+    """One audited step."""
 
     step: int
     batch: AuditBatch
     updates: list[AuditedUpdate]
-    logged_loss: float | None
+    logged_loss: float | None  # `loss/total` of the step in metrics.jsonl. None: the step is not there, or has no loss.
 
     @property
     def loss(self) -> float:
@@ -135,10 +127,8 @@ def advantages_of(batch: AuditBatch, kind: str) -> Array:
 
 
 def reference_terms(batch: AuditBatch, record: AuditUpdate) -> tuple[dict[str, Array], Array]:
-    """Return the terms of an update and the tokens near to a threshold, as AuditedUpdate has them.
-
-    Raises:
-        DataError: An input that the objective needs was not recorded.
+    """Return the terms of an update and the tokens near to a threshold, as AuditedUpdate has them. Raises DataError if an input
+    that the objective needs was not recorded.
     """
     method = Formula.of(asdict(record.objective), max_response_tokens=record.max_response_tokens)
     lengths_B, prompts_B = (torch.from_numpy(x[record.sequences]) for x in (batch.response_lengths_B, batch.prompt_ids_B))

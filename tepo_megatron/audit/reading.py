@@ -26,26 +26,20 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class AuditBatch:
-    """The sequences of a step, as training used them.
+    """The sequences of a step, as training used them."""
 
-    Attributes:
-        token_ids_L, response_mask_L, rollout_logprobs_L, versions_L: Fields of `Rollout`, of all sequences, one after another.
-        lengths_B: Tokens of each sequence, including the prompt.
-        prompt_ids_B, rewards_B, scores_B: Fields of `Rollout`; rewards include all penalties.
-        terms: (weight, value) of each term of the reward, for each sequence.
-        updates: Number of updates of the step.
-    """
-
+    # token_ids_L, response_mask_L, rollout_logprobs_L, versions_L: fields of `Rollout`, of all sequences, one after another
     token_ids_L: Array
     response_mask_L: Array
     rollout_logprobs_L: Array
     versions_L: Array
-    lengths_B: Array
+    lengths_B: Array  # tokens of each sequence, including the prompt
+    # prompt_ids_B, rewards_B, scores_B: fields of `Rollout`; rewards include all penalties
     prompt_ids_B: Array
     rewards_B: Array
     scores_B: Array
-    terms: list[list[list[float]]]
-    updates: int
+    terms: list[list[list[float]]]  # (weight, value) of each term of the reward, for each sequence
+    updates: int  # number of updates of the step
 
     def __len__(self) -> int:
         """Return B, the number of sequences."""
@@ -84,28 +78,17 @@ class AuditBatch:
 
 @dataclass(frozen=True)
 class AuditUpdate:
-    """The N response tokens of one update, ordered by sequence and position.
+    """The N response tokens of one update, ordered by sequence and position."""
 
-    Attributes:
-        number: Updates of the step before this one.
-        max_response_tokens: Limit of the length of a response.
-        loss: Loss of the minibatch that training computed.
-        sequences: Sequences of the minibatch, ascending; some may have no response token.
-        sequence_N: Sequence of each token.
-        position_N: Index of each token in its response, from 0.
-        inputs: Inputs of the loss by name, fp64 _N.
-        used: Terms of the loss that training used, by name, fp64 _N.
-    """
-
-    number: int
+    number: int  # updates of the step before this one
     objective: Objective
-    max_response_tokens: int
-    loss: float
-    sequences: Array
-    sequence_N: Array
-    position_N: Array
-    inputs: dict[str, Array]
-    used: dict[str, Array]
+    max_response_tokens: int  # limit of the length of a response
+    loss: float  # loss of the minibatch that training computed
+    sequences: Array  # sequences of the minibatch, ascending; some may have no response token
+    sequence_N: Array  # sequence of each token
+    position_N: Array  # index of each token in its response, from 0
+    inputs: dict[str, Array]  # inputs of the loss by name, fp64 _N
+    used: dict[str, Array]  # terms of the loss that training used, by name, fp64 _N
 
     def find(self, sequence: int, position: int) -> int | None:
         """Return the index of a token; None if its sequence is not in this minibatch."""
@@ -120,10 +103,8 @@ def steps(run: Path) -> list[int]:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Return the folder of a step's records.
-
-    Raises:
-        DataError: The run has recorded nothing of the step. The message says which steps there are.
+    """Return the folder of a step's records. Raises DataError if the run has recorded nothing of the step. The message says
+    which steps there are.
     """
     known = steps(run)
     if step in known:
@@ -164,10 +145,8 @@ def read_batch(folder: Path) -> AuditBatch:
 
 
 def read_update(folder: Path, number: int, batch: AuditBatch) -> AuditUpdate:
-    """Return the tokens of an update, from the files of all ranks that computed a part of its loss.
-
-    Raises:
-        DataError: A file is missing or damaged, files contradict each other, or a token is missing or recorded twice.
+    """Return the tokens of an update, from the files of all ranks that computed a part of its loss. Raises DataError if a file
+    is missing or damaged, files contradict each other, or a token is missing or recorded twice.
     """
     paths = sorted(folder.glob(f"update-{number:03d}-shard-*.safetensors"))
     if not paths:

@@ -79,17 +79,11 @@ class Formula:
 
 @dataclass(frozen=True)
 class ReferenceBatch:
-    """The response tokens of a minibatch.
+    """The response tokens of a minibatch."""
 
-    Attributes:
-        lengths_B: int64, response tokens of each sequence; may be 0.
-        prompts_B: int64, number of the prompt of each sequence.
-        inputs: Inputs of the loss, _N, under the names under which `actor/recorder.py` records them.
-    """
-
-    lengths_B: Tensor
-    prompts_B: Tensor
-    inputs: Mapping[str, Tensor]
+    lengths_B: Tensor  # int64, response tokens of each sequence; may be 0
+    prompts_B: Tensor  # int64, number of the prompt of each sequence
+    inputs: Mapping[str, Tensor]  # inputs of the loss, _N, under the names under which `actor/recorder.py` records them
 
     @cached_property
     def sequence_N(self) -> Tensor:
@@ -145,16 +139,12 @@ class Comparisons:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of a minibatch.
+    """The loss of a minibatch."""
 
-    Attributes:
-        terms: Terms of the loss, _N, by the names under which `actor/recorder.py` records them; `loss` has the graph.
-        magnitude: Sum of the absolute values that the loss adds up.
-        margin, near_N: See Comparisons.
-    """
-
+    # Terms of the loss, _N, by the names under which `actor/recorder.py` records them; `loss` has the graph
     terms: dict[str, Tensor]
-    magnitude: float
+    magnitude: float  # sum of the absolute values that the loss adds up
+    # margin, near_N: see Comparisons
     margin: float
     near_N: Tensor
 
@@ -165,10 +155,8 @@ class Outcome:
 
 
 def evaluate(m: Formula, batch: ReferenceBatch) -> Outcome:
-    """Return the loss of a minibatch, differentiable with respect to the inputs `logprob`, `entropy` and `teacher_kl`.
-
-    Raises:
-        KeyError: An input that the method needs is missing, or one of its parts is unknown.
+    """Return the loss of a minibatch, differentiable with respect to the inputs `logprob`, `entropy` and `teacher_kl`. Raises
+    KeyError if an input that the method needs is missing, or one of its parts is unknown.
     """
     inputs = batch.inputs
     logprob_N, entropy_N = inputs["logprob"], inputs["entropy"]

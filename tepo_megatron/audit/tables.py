@@ -67,10 +67,8 @@ def step_lines(audited: AuditedStep) -> Iterator[str]:
 
 
 def token_lines(audited: AuditedStep, sequence: int, position: int, token_name: TokenName = str) -> Iterator[str]:
-    """Yield the lines about one token: where it comes from, its group, and every number of its loss in each update.
-
-    Raises:
-        DataError: The step has no such token.
+    """Yield the lines about one token: where it comes from, its group, and every number of its loss in each update. Raises
+    DataError if the step has no such token.
     """
     batch = audited.batch
     if not 0 <= sequence < len(batch):

@@ -20,17 +20,13 @@ class OptimizerShard:
     """The range of a flattened parameter that this rank's optimizer owns.
 
     All tensors are 1-dim, of the same length, and views of what the optimizer uses.
-
-    Attributes:
-        start: index of the range's first element in the flattened parameter.
-        weight: the parameter's values in the range, in the model's dtype.
-        state: the fp32 master (unless the weight is fp32 itself) and Adam's moments, by the prefix that Megatron's
-            `fully_reshardable` format puts before the parameter's name.
     """
 
     parameter: torch.nn.Parameter
-    start: int
-    weight: Tensor
+    start: int  # index of the range's first element in the flattened parameter
+    weight: Tensor  # the parameter's values in the range, in the model's dtype
+    # the fp32 master (unless the weight is fp32 itself) and Adam's moments, by the prefix that Megatron's `fully_reshardable`
+    # format puts before the parameter's name
     state: dict[str, Tensor]
 
 

@@ -117,20 +117,14 @@ class _Targets:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint whose files are all intact.
-
-    Attributes:
-        layout: the layout of the run that saved it (`describe_layout`).
-        numbers: step counts of the optimizer ("adam_step") and of the learning rate schedule ("scheduler_steps").
-        passed_over: why newer checkpoints were skipped, one message for each defect.
-    """
+    """A checkpoint whose files are all intact."""
 
     path: Path
     step: int
     run_state: dict[str, Any]
-    layout: dict[str, Any]
-    numbers: dict[str, int]
-    passed_over: tuple[str, ...] = ()
+    layout: dict[str, Any]  # the layout of the run that saved it (`describe_layout`)
+    numbers: dict[str, int]  # step counts of the optimizer ("adam_step") and of the learning rate schedule ("scheduler_steps")
+    passed_over: tuple[str, ...] = ()  # why newer checkpoints were skipped, one message for each defect
 
 
 def describe_layout(actor: Actor) -> dict[str, Any]:

@@ -103,7 +103,6 @@ class PendingSave:
         has_folder: bool,
         started: float,
     ) -> None:
-        """Store what the save needs; `run` does the work."""
         self.step = step
         self.started, self.begun, self.ended = started, time.perf_counter(), 0.0
         self.outcome: SaveOutcome | None = None

@@ -77,18 +77,14 @@ _SLICE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A rectangular part of a global tensor.
-
-    Attributes:
-        data: the part, as a view of the state with as many dimensions as the global tensor.
-        flexible: whether the global tensor may have another shape on another layout (the vocabulary is padded to a multiple
-            that depends on tp). What a smaller stored tensor lacks is 0.
-    """
+    """A rectangular part of a global tensor."""
 
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    data: Tensor
+    data: Tensor  # the part, as a view of the state with as many dimensions as the global tensor
+    # whether the global tensor may have another shape on another layout (the vocabulary is padded to a multiple that depends on
+    # tp). What a smaller stored tensor lacks is 0.
     flexible: bool
 
 

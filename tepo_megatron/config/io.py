@@ -76,10 +76,8 @@ SYNONYMS: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file on top of its base files, apply the overrides and validate the result.
-
-    Raises:
-        ConfigError: The message names the file that set the key, the key and the fix.
+    """Read a YAML file on top of its base files, apply the overrides and validate the result. Raises ConfigError: the message
+    names the file that set the key, the key and the fix.
     """
     return load_with_sources(path, overrides or [])[0]
 
@@ -147,11 +145,7 @@ def validate(tree: dict[str, Any], source: str = "config") -> Config:
 
 
 def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers | None = None) -> T:
-    """Return a plain mapping as a dataclass of `config`.
-
-    Raises:
-        ConfigError: One line per fault.
-    """
+    """Return a plain mapping as a dataclass of `config`. Raises ConfigError: one line per fault."""
     if layers is None and cls is Config:
         layers = Layers()
         layers.add(tree, source)
@@ -324,6 +318,5 @@ def _keys_named(root: type, name: str) -> list[str]:
 
 
 def _sections_in(hint: Any) -> list[type]:
-    """Return the section classes that occur in a type hint."""
     inner = [section for arg in typing.get_args(hint) for section in _sections_in(arg)]
     return [hint] if dataclasses.is_dataclass(hint) and isinstance(hint, type) else inner

@@ -173,10 +173,8 @@ def variants(hint: Any) -> dict[str, type]:
 
 
 def read_part(part: str, values: Mapping[str, Any]) -> Any:
-    """Return a part of an objective from its fields.
-
-    Raises:
-        ValueError: The type or a field is unknown, or a value is out of range.
+    """Return a part of an objective from its fields. Raises ValueError if the type or a field is unknown, or a value is out of
+    range.
     """
     found = variants(PARTS[part])
     kind = values.get("type", "") if "" not in found else ""

@@ -139,11 +139,6 @@ class RolloutConfig:
         """Return whether the engine is asked for the sampling mask of each token."""
         return 0 < self.top_k <= MOST_MASKED
 
-    def devices_used(self, ranks: int) -> int:
-        """Return how many devices of one machine its ranks use, and the rollout servers on it that the run starts itself."""
-        servers = 0 if self.server.others or self.replay is not None else self.servers * self.server.tp
-        return max(ranks, servers) if self.colocate else ranks + servers
-
     def _check_truncation(self) -> None:
         if self.top_k in (0, 1):
             raise ValueError(

@@ -14,16 +14,11 @@ COLD = 0.1  # below this temperature nearly every token is the most likely one
 
 @dataclass(frozen=True)
 class SafetyCheck:
-    """One safety check of a run.
-
-    Attributes:
-        works: False if the check is off or cannot work in this run.
-        state: What the check compares, or why it does not work.
-    """
+    """One safety check of a run."""
 
     name: str
-    works: bool
-    state: str
+    works: bool  # False if the check is off or cannot work in this run
+    state: str  # what the check compares, or why it does not work
 
     def __str__(self) -> str:
         return f"{self.name}: {'' if self.works else 'OFF, '}{self.state}"

@@ -34,30 +34,20 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class BatchHeader:
-    """The small part of a step's rollouts.
+    """The small part of a step's rollouts."""
 
-    Attributes:
-        path: File with the flat arrays, on the machine of the service.
-        experts_path: File with the experts there; empty if there are none.
-        columns: Field of `Rollout` -> its value for each sequence. The gold answers are left out: no rank needs them.
-        prompt_experts: See `Rollout.prompt_experts`, for each sequence.
-        experts: (dtype, MoE layers, experts per token) if the experts are there; else None.
-        masks: (response tokens, ids of all their sampling masks); (0, 0) if the masks are not there.
-        ids: Index of each sequence in the rollout batch; see `TrainBatch.ids_B`.
-        is_last: False for a minibatch after which others of its step follow.
-    """
-
-    path: str
-    experts_path: str
+    path: str  # file with the flat arrays, on the machine of the service
+    experts_path: str  # file with the experts there; empty if there are none
     lengths: tuple[int, ...]
+    # Field of `Rollout` -> its value for each sequence. The gold answers are left out: no rank needs them.
     columns: Mapping[str, tuple[Any, ...]]
-    prompt_experts: tuple[bytes, ...]
-    experts: tuple[np.dtype[Any], int, int] | None
+    prompt_experts: tuple[bytes, ...]  # see `Rollout.prompt_experts`, for each sequence
+    experts: tuple[np.dtype[Any], int, int] | None  # (dtype, MoE layers, experts per token) if the experts are there; else None
     metrics: Mapping[str, Pair]
     seconds: Mapping[str, float]
-    masks: tuple[int, int] = (0, 0)
-    ids: tuple[int, ...] = ()
-    is_last: bool = True
+    masks: tuple[int, int] = (0, 0)  # (response tokens, ids of all their sampling masks); (0, 0) if the masks are not there
+    ids: tuple[int, ...] = ()  # index of each sequence in the rollout batch; see `TrainBatch.ids_B`
+    is_last: bool = True  # False for a minibatch after which others of its step follow
 
     @property
     def tokens(self) -> int:

@@ -20,19 +20,15 @@ class Call(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """The end of a wait for work of the rollout thread.
+    """The end of a wait for work of the rollout thread."""
 
-    Attributes:
-        event: "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine
-            asks for weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end,
-            whatever is still being sampled.
-        trace: The steps after this one are to be traced. None: nobody asked for it.
-    """
-
+    # "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine asks for
+    # weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end, whatever is still
+    # being sampled
     event: Literal["done", "minibatch", "weights", "stop"]
     result: Any = None
     save: bool = False
-    trace: TraceRequest | None = None
+    trace: TraceRequest | None = None  # the steps after this one are to be traced. None: nobody asked for it.
 
 
 class KeptRollouts(NamedTuple):

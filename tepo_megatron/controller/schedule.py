@@ -77,16 +77,11 @@ class StopRequested(Exception):
 
 
 class RolloutPart(NamedTuple):
-    """The rollouts that a step is trained on, or with `training.stream` those of one of its minibatches.
-
-    Attributes:
-        ids: Index of each rollout in the rollout batch; see `TrainBatch.ids_B`.
-        metrics: Metrics of all that the step has sampled. None: the part is not the last one.
-    """
+    """The rollouts that a step is trained on, or with `training.stream` those of one of its minibatches."""
 
     rollouts: list[Rollout]
-    ids: tuple[int, ...]
-    metrics: Metrics | None
+    ids: tuple[int, ...]  # index of each rollout in the rollout batch; see `TrainBatch.ids_B`
+    metrics: Metrics | None  # metrics of all that the step has sampled. None: the part is not the last one.
 
     @classmethod
     def whole(cls, rollouts: Sequence[Rollout]) -> Self:

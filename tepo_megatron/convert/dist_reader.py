@@ -25,14 +25,12 @@ class DistCheckpointReader:
     """Reads the tensors of a checkpoint, whatever layout wrote it. Several threads may read at a time.
 
     The constructor and every method raise CheckpointError for a file that is missing, truncated or not what `.metadata` says.
-
-    Attributes:
-        tensors: metadata (shape, dtype, pieces) of each global tensor, by its key.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         metadata = load_metadata(directory)
+        # metadata (shape, dtype, pieces) of each global tensor, by its key
         self.tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
         self._check_files()

@@ -134,11 +134,7 @@ def plan_of(
 
 
 def hf_tensors(slot: ParameterSlot, reader: DistCheckpointReader) -> list[Tensor]:
-    """Return the HF tensors of a parameter in their stored dtype, contiguous.
-
-    Raises:
-        ConversionError: a value is not finite.
-    """
+    """Return the HF tensors of a parameter in their stored dtype, contiguous. Raises ConversionError for one not finite."""
     parameter = read_parameter(slot, reader)
     check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
     return [t.contiguous() for t in slot.to_hf(parameter)]

@@ -73,7 +73,6 @@ def inspect(path: Path) -> CheckpointContents:
 
 
 def _megatron(directory: Path) -> CheckpointContents:
-    """Describe a Megatron checkpoint from its metadata."""
     tensors, others = {}, Counter[str]()
     for name, entry in load_metadata(directory).state_dict_metadata.items():
         if not hasattr(entry, "size"):  # an object

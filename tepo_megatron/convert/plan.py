@@ -28,14 +28,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """One whole Megatron parameter: its HF tensors and its place in the checkpoint.
+    """One whole Megatron parameter: its HF tensors and its place in the checkpoint."""
 
-    Attributes:
-        binding: the parameter, on the meta device, and its HF tensors.
-        sharded: the model's description of where the checkpoint stores the parameter; a factory splits it into several pieces.
-    """
-
-    binding: Binding
+    binding: Binding  # the parameter, on the meta device, and its HF tensors
+    # the model's description of where the checkpoint stores the parameter; a factory splits it into several pieces
     sharded: ShardedTensor | ShardedTensorFactory
     arch: Architecture
 
@@ -95,15 +91,12 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The conversion plan of a whole model.
-
-    Attributes:
-        objects: what modules keep in addition to parameters (Transformer Engine's extra state, empty here).
-    """
+    """The conversion plan of a whole model."""
 
     family: Family
     arch: Architecture
     slots: tuple[ParameterSlot, ...]
+    # what modules keep in addition to parameters (Transformer Engine's extra state, empty here)
     objects: tuple[ShardedObject, ...]
 
     @property
@@ -156,5 +149,4 @@ class NoRedundantCopies(TorchFunctionMode):
 
 
 def _meta(slot: ParameterSlot) -> Tensor:
-    """Return the parameter, on the meta device."""
     return slot.binding.parameter.detach()

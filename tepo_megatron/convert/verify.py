@@ -20,7 +20,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.utils.restricted_pickle import restricted_loading
 from tepo_megatron.weights.families import read_config
-from tepo_megatron.weights.hf_io import CarriedTensors, HfReader
+from tepo_megatron.weights.hf_io import CarriedTensors, HfReader, bitwise_equal
 from tepo_megatron.weights.ops import Architecture
 
 TEXT = "Find all real x with x^2 - 5x + 6 = 0. Since (x - 2)(x - 3) = 0, the answer is \\boxed{2, 3}."
@@ -32,19 +32,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of a verification.
-
-    Attributes:
-        differing: those that are not bitwise equal.
-        errors: relative error of each layer's output and of the logits, by name, in the order of computation.
-        agreement: share of tokens for which both models have the same most likely next token.
-    """
+    """The result of a verification."""
 
     tensors: int
-    differing: tuple[str, ...]
+    differing: tuple[str, ...]  # those that are not bitwise equal
+    # relative error of each layer's output and of the logits, by name, in the order of computation
     errors: tuple[tuple[str, float], ...]
     tokens: int
-    agreement: float
+    agreement: float  # share of tokens for which both models have the same most likely next token
     tolerance: float
 
     @property
@@ -79,13 +74,13 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
                     if key not in sizes:
                         raise ConversionError(f"{source}: tensor {key} of {checkpoint} is not in it; they are different models")
                     count += 1
-                    if not _bitwise_equal(tensor, source_reader.get(key)):
+                    if not bitwise_equal(tensor, source_reader.get(key)):
                         differing.append(key)
                     advance(sizes[key].nbytes)
                 del tensor
         kept, wanted = (CarriedTensors(folder, plan.family.carries) for folder in (carried, source))
         count += len(wanted.names)
-        differing += [n for n in wanted.names if n not in kept.names or not _bitwise_equal(kept.get(n), wanted.get(n))]
+        differing += [n for n in wanted.names if n not in kept.names or not bitwise_equal(kept.get(n), wanted.get(n))]
         tokens = _tokens(source, text, plan.arch.vocab_size, plan.arch.max_positions)
         theirs = _hf_outputs(source, tokens, _DTYPES[precision])
         gc.collect()
@@ -95,12 +90,6 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
     errors = [(name, _error(ours[name], expected)) for name, expected in theirs.items()]
     same = (ours["logits"].argmax(-1) == theirs["logits"].argmax(-1)).double().mean().item()
     return VerifyResult(count, tuple(differing), tuple(errors), tokens.numel(), same, TOLERANCE[precision])
-
-
-def _bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether dtype, shape and all bits are equal, so that 0.0 differs from -0.0."""
-    integers = {2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.uint8)
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.view(integers))
 
 
 def _tokens(source: Path, text: str, vocab_size: int, max_positions: int) -> Tensor:
@@ -138,7 +127,6 @@ def _hf_outputs(source: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, T
 def _megatron_outputs(
     checkpoint: Path, arch: Architecture, groups: ParallelDims, tokens: Tensor, precision: str
 ) -> dict[str, Tensor]:
-    """Return the same outputs of the Megatron model."""
     from megatron.core import dist_checkpointing
 
     from tepo_megatron.actor import build

@@ -3,16 +3,22 @@
 Axes: dp (data), tp (tensor), pp (pipeline), cp (context) and ep (expert parallelism, which divides the ranks of dp x cp).
 """
 
+from __future__ import annotations
+
+import contextlib
 import datetime
 import hashlib
 import json
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
@@ -24,9 +30,76 @@ from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.errors import ConfigError, LostRanks
 from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
-from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.processes import ATTEMPT, START_ID
 from tepo_megatron.utils.scratch import WORLD_FOLDER, check_private
+
+_BYTES = 1024  # minimum size of a file; rewriting it takes no new space, so that a full disk does not stop the heartbeats
+_ATTEMPTS = 100
+
+
+class HeartbeatFolder:
+    """The heartbeats of a machine's ranks: `check`, `get`, `set` and `compare_set` of a torch `Store`, one small file per key.
+
+    The files are in the run's private folder, which exists. A torch `FileStore` does not fit: it appends every `set` for ever,
+    and every rank reads all of it (136 bytes per second and rank, torch 2.13).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key. Raise RuntimeError if it is missing or damaged."""
+        with _as_runtime_error():
+            for _ in range(_ATTEMPTS):
+                checksum, _, value = self._path(key).read_bytes().rstrip(b" ").partition(b" ")
+                if checksum == _checksum(value):
+                    return value
+                time.sleep(0.001)  # it was read during a write
+        raise RuntimeError(f"{self._path(key)}: damaged")
+
+    def set(self, key: str, value: str) -> None:
+        """Replace the value of a key. Only one process may set a given key."""
+        with _as_runtime_error():
+            file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.ftruncate(file, os.pwrite(file, _record(value), 0))
+            finally:
+                os.close(file)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set a key if it does not exist yet. Returns the value that the key has afterwards."""
+        assert expected == "", "a heartbeat is never exchanged for another"
+        with _as_runtime_error():
+            own = self._folder / f".{os.getpid()}"
+            own.write_bytes(_record(value))
+            with contextlib.suppress(FileExistsError):
+                os.link(own, self._path(key))  # the key appears with its full value, and only the first process succeeds
+            own.unlink()
+        return self.get(key)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
+
+
+def _record(value: str) -> bytes:
+    data = value.rstrip(" ").encode()
+    return (_checksum(data) + b" " + data).ljust(_BYTES)
+
+
+def _checksum(data: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(data)
+
+
+@contextlib.contextmanager
+def _as_runtime_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise RuntimeError(str(e)) from None
+
 
 # Limit since a rank waits for rank 0, as while it samples: heartbeats end a wait for a dead or frozen rank, requests have
 # limits; then gloo fails; key parallel.heartbeat_timeout
@@ -42,35 +115,29 @@ class Axis:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Axis":
+    def of(cls, group: dist.ProcessGroup) -> Axis:
         """Return the axis of an initialised process group."""
         return cls(group.size(), group.rank(), group)
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The mesh of this run, as this rank sees it.
-
-    Attributes:
-        dp_cp: The ranks over which a gradient is summed, dp x cp.
-        expert_dp: The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
-        host: All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank
-            0's own requests have deadlines, and if rank 0 ends, the other ranks end too.
-        vpp: Virtual pipeline stages (model chunks) per rank.
-        limit: Time limit of the collectives of every other group.
-    """
+    """The mesh of this run, as this rank sees it."""
 
     dp: Axis
     tp: Axis
     pp: Axis
     cp: Axis
     ep: Axis
-    dp_cp: Axis
+    dp_cp: Axis  # the ranks over which a gradient is summed, dp x cp
+    # The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
     expert_dp: Axis
+    # All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank 0's own
+    # requests have deadlines, and if rank 0 ends, the other ranks end too.
     host: dist.ProcessGroup
-    vpp: int
+    vpp: int  # virtual pipeline stages (model chunks) per rank
     device: torch.device
-    limit: datetime.timedelta
+    limit: datetime.timedelta  # time limit of the collectives of every other group
 
     @property
     def rank(self) -> int:

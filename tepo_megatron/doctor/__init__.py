@@ -8,7 +8,7 @@ from pathlib import Path
 from tepo_megatron.config import Config, RolloutConfig
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.data import load_tokenizer
-from tepo_megatron.doctor import inputs, machine, model, trial, versions
+from tepo_megatron.doctor import machine, model, trial
 from tepo_megatron.doctor.findings import Finding, found_by
 from tepo_megatron.sft.conversations import load_all
 from tepo_megatron.sft.settings import supervised
@@ -37,21 +37,20 @@ def examine(
             yield Finding("conversations", "pass", loaded.line)
 
     failed, ranks = False, cfg.parallel.world_size
-    kernels = partial(versions.kernels, cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
+    kernels = partial(machine.kernels, cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
     for name, look in (
         ("packages", machine.packages),
-        ("versions", lambda: versions.combinations(versions.installed())),
         ("kernels", partial(kernels, cfg.training.offload_activations)),
-        ("linear kernels", partial(versions.linear_kernels, cfg.model, cfg.platform)),
-        ("megatron", partial(versions.passed_fields, cfg.megatron)),
-        ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
+        ("linear kernels", partial(machine.linear_kernels, cfg.model, cfg.platform)),
+        ("megatron", partial(machine.passed_fields, cfg.megatron)),
+        ("cuDNN", partial(machine.cudnn, cfg.platform, os.environ)),
         ("config", config),
         ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout)),
         ("memory", partial(machine.memory, cfg.model, cfg.sync, replays=cfg.rollout.replay is not None)),
         ("disk", partial(machine.disk, Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)),
         ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
         ("tokenizer", partial(model.tokenizer, cfg.model.path, cfg.data, cfg.rollout.stop_token_ids)),
-        ("data", partial(inputs.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
+        ("data", partial(model.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
         ("conversations", conversations),
     ):
         for finding in found_by(name, look):

@@ -1,19 +1,24 @@
-"""Check this machine without starting anything: packages, processors, memory, disk, ports."""
+"""Check this machine without starting anything: packages, the kernels that compute, processors, memory, disk."""
 
 import importlib.metadata
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 
-from tepo_megatron.config import CheckpointConfig, ModelConfig, RolloutConfig, SyncConfig
+from tepo_megatron.actor.kernels import choose, choose_linear
+from tepo_megatron.actor.kernels import installed as computing
+from tepo_megatron.config import CheckpointConfig, MegatronConfig, ModelConfig, RolloutConfig, SyncConfig
+from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.memory_kills import usable_cores
 from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.hf_io import HfReader
 
 DISTRIBUTION = "tepo-megatron"
@@ -23,6 +28,9 @@ SLOW_DISK = 50e6  # bytes per second
 STATE_BYTES = 12  # bytes per parameter in a checkpoint in addition to the weight: fp32 master and both moments
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 WRITTEN_AT_ONCE = 1  # checkpoints in addition to the kept ones
+
+# Transformer Engine looks for cuDNN there before it uses the wheel's, which PyTorch loads (2.20.2, common/__init__.py).
+_CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
 
 
 def packages() -> Iterator[Finding]:
@@ -43,6 +51,58 @@ def packages() -> Iterator[Finding]:
         yield Finding("packages", "fail", "; ".join(wrong), "install what requirements/ pins")
     else:
         yield Finding("packages", "pass", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN))
+
+
+def kernels(
+    model: ModelConfig, megatron: MegatronConfig, platform: str, cp: int, offload_activations: bool = False
+) -> Iterator[Finding]:
+    """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`)."""
+    try:
+        chosen = choose(model, megatron, platform, computing(), cp=cp, offload_activations=offload_activations)
+    except ConfigError as e:
+        yield Finding("kernels", "fail", str(e), "install what is missing, or change that key")
+        return
+    if platform == "cpu" or chosen.layers == "te":
+        yield Finding("kernels", "pass", str(chosen))
+    else:
+        fix = "it works, and is slower; install the extra `te` and use model.attention=auto"
+        yield Finding("kernels", "warn", str(chosen), fix)
+
+
+def linear_kernels(model: ModelConfig, platform: str) -> Iterator[Finding]:
+    """Report which implementation runs the gated delta rule; nothing for a model without it."""
+    config = read_config(model.path)
+    if find_family(config).architecture(config).linear_attention is None:
+        return
+    chosen = choose_linear(model, platform, computing())
+    if "torch" in (chosen.delta_rule, chosen.convolution) and platform == "cuda" and model.dtype == "bf16":
+        yield Finding("linear kernels", "warn", str(chosen), "it works; install flash-linear-attention and causal-conv1d")
+    else:
+        yield Finding("linear kernels", "pass", str(chosen))
+
+
+def passed_fields(megatron: MegatronConfig) -> Iterator[Finding]:
+    """List the fields that the config passes to Megatron-Core and that no test of this project trains with."""
+    for line in untested_fields(megatron):
+        yield Finding("megatron", "warn", line, "compare a few steps with and without them")
+
+
+def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
+    """Report a cuDNN that Transformer Engine would load in addition to PyTorch's."""
+    if platform == "cpu":
+        return
+    folders = [Path(environment[name]) for name in _CUDNN_VARIABLES if environment.get(name)]
+    for folder in (*folders, toolkit):
+        if found := sorted(folder.glob("**/libcudnn.so*")):
+            yield Finding(
+                "cuDNN",
+                "warn",
+                f"{found[-1]}: Transformer Engine prefers it to that of the wheel nvidia-cudnn-cu13, which PyTorch loads in "
+                "the same process; two versions in one process are reported to fail",
+                "remove it, or use a CUDA image without cuDNN (nvidia/cuda:...-devel, not -cudnn-devel)",
+            )
+            return
+    yield Finding("cuDNN", "pass", "none besides that of the wheels")
 
 
 def enough_devices(platform: str, ranks: int, rollout: RolloutConfig) -> bool:
@@ -136,7 +196,6 @@ def _existing(folder: Path) -> Path:
 
 
 def _write_speed(folder: Path) -> float:
-    """Return the speed of a synced write, in bytes per second."""
     with PrivateFolder.create("doctor", folder) as private, (private.path / "written").open("wb") as file:
         start = time.perf_counter()
         file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))

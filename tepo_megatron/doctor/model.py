@@ -1,14 +1,19 @@
-"""Check the model as the run reads it: conversion of its weights, tokenizer, chat template."""
+"""Check what a run reads: the model's weights, tokenizer and chat template, the prompts and their answers."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import DataConfig
-from tepo_megatron.data import load_tokenizer, stop_tokens
+from tepo_megatron.config import DataConfig, RewardConfig
+from tepo_megatron.data import load_data, load_tokenizer, stop_tokens
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.types import Prompt, Rollout
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.fit import check_tensors
 from tepo_megatron.weights.hf_io import HfReader
@@ -18,6 +23,73 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tepo_megatron.weights.families import WeightMapping
+
+
+# type of a term, or how the reasoning_gym term finds the answer -> a right response
+RIGHT = {"math": r"\boxed{{{}}}", "answer_line": "Answer: {}", "tag": "<answer>{}</answer>", "number": "{}", "whole": "{}"}
+GRADED = 64  # number of answers that are graded
+NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share of the limit, longer ones were likely dropped
+
+
+def data(model_path: str, cfg: DataConfig, reward: RewardConfig, prompts_per_step: int) -> Iterator[Finding]:
+    """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers."""
+    tokenizer = load_tokenizer(model_path)
+    found = load_data(cfg, reward, tokenizer)
+    for line in found.log_lines:
+        yield Finding("data", "warn" if line.startswith("warning") else "pass", line.removeprefix("warning: "))
+    train = [prompt for prompts, _ in found.train for prompt in prompts]
+    first = train[0]
+    yield Finding("first prompt", "pass", f"{len(first.token_ids)} tokens: {tokenizer.decode(first.token_ids)!r:.200}")
+    yield lengths(cfg.max_prompt_tokens, sorted(len(prompt.token_ids) for prompt in train))
+    if found.count < prompts_per_step:
+        said = f"{found.count} prompts, and a step takes rollout.prompts_per_step={prompts_per_step}"
+        yield Finding("prompts", "fail", said, "lower that, or add prompts")
+    yield from grading(reward, train[:: max(1, len(train) // GRADED)][:GRADED])
+
+
+def lengths(limit: int, tokens: Sequence[int]) -> Finding:
+    """Check the lengths of the prompts against the limit."""
+    middle, most, longest = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20], tokens[-1]
+    said = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
+    if most > NEAR_LIMIT * limit:
+        return Finding("prompt lengths", "warn", said, "the limit cuts into the prompts: raise data.max_prompt_tokens")
+    return Finding("prompt lengths", "pass", said)
+
+
+def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Check that a response that consists of the right answer, in the form that the first term reads, is graded as right."""
+    verdict = cfg.terms[0]
+    form = RIGHT.get(verdict.answer if verdict.type == "reasoning_gym" else verdict.type)
+    if form is None:
+        yield Finding("grading", "skip", f"{verdict.type} needs more than the answer, so only a run can try it")
+        return
+    texts = [form.format(prompt.answer) for prompt in prompts]
+    with build_reward(replace(cfg, terms=[verdict]), decode=lambda ids: texts[ids[0]]) as reward:
+        graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])
+    wrong = [f"{p.answer!r} ({r.status})" for p, r in zip(prompts, graded, strict=True) if r.score <= 0]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (" ..." if len(wrong) > 5 else "")
+        yield Finding(
+            "grading", "fail" if len(wrong) == len(prompts) else "warn",
+            f"{len(wrong)} of {len(prompts)} right answers are not found right: {shown}",
+            "fix these answers in the dataset, or take their rows out",
+        )  # fmt: skip
+    else:
+        yield Finding("grading", "pass", f"{len(prompts)} right answers are found right")
+
+
+def _answered(i: int, prompt: Prompt) -> Rollout:
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids_L=torch.tensor([0, i]),
+        response_mask_L=torch.tensor([False, True]),
+        rollout_logprobs_L=torch.zeros(2),
+        policy_version=0,
+        stop_reason="stop",
+        answer=prompt.answer,
+        row=prompt.meta,
+    )
+
 
 QUESTION, ANSWER = "What is 1 + 1?", "2"
 
@@ -48,7 +120,7 @@ def conversion(model_path: str, tp: int) -> Iterator[Finding]:
     yield Finding("conversion", "pass", said)
 
 
-def _ends(row: "WeightMapping", arch: Architecture) -> list[tuple[str, ...]]:
+def _ends(row: WeightMapping, arch: Architecture) -> list[tuple[str, ...]]:
     """Return a row's first and last instance; with experts the first and last expert of the first and last layer."""
     instances = list(row.instances(arch))
     of_layer = arch.experts.number if arch.experts is not None and "{expert}" in row.megatron else 1
@@ -56,7 +128,7 @@ def _ends(row: "WeightMapping", arch: Architecture) -> list[tuple[str, ...]]:
     return [instances[i] for i in sorted(kept)]
 
 
-def _changed(row: "WeightMapping", names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
+def _changed(row: WeightMapping, names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
     """Return what is wrong with the round trip; empty if nothing is."""
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         return f"{', '.join(names)} hold values that are not finite"
@@ -86,14 +158,14 @@ def tokenizer(model_path: str, data: DataConfig, stop_token_ids: Sequence[int]) 
         )
 
 
-def _vocabulary(found: "PreTrainedTokenizerBase", rows: int) -> Finding:
+def _vocabulary(found: PreTrainedTokenizerBase, rows: int) -> Finding:
     said = f"{len(found)} tokens, {rows} rows of the embedding"
     if len(found) > rows:
         return Finding("vocabulary", "fail", said, "use the tokenizer that belongs to the model")
     return Finding("vocabulary", "pass", said)
 
 
-def _stops(found: "PreTrainedTokenizerBase", stops: Sequence[int]) -> Finding:
+def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
     """Check the stop tokens. A pad token as one of several is harmless, because responses are not padded here."""
     named = ", ".join(f"{found.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
     fix = "name the tokens that end a response in rollout.stop_token_ids"
@@ -106,7 +178,7 @@ def _stops(found: "PreTrainedTokenizerBase", stops: Sequence[int]) -> Finding:
     return Finding("stop tokens", "pass", f"{named} end a response")
 
 
-def _template(own: Mapping[str, Any], found: "PreTrainedTokenizerBase", stops: Sequence[int]) -> Iterator[Finding]:
+def _template(own: Mapping[str, Any], found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
     chat = [{"role": "user", "content": QUESTION}]
 
     def text(messages: Sequence[dict[str, str]] = chat, prompt: bool = True, **kwargs: object) -> str:

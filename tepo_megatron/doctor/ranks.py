@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, plain
-from tepo_megatron.launcher.launcher import run_rank
+from tepo_megatron.launcher.worker import run_rank
 from tepo_megatron.platform import Platform
 
 RESULT = "ranks.json"

@@ -13,29 +13,19 @@ BOXED = "<problem>\n\nPlease reason step by step, and put your final answer with
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Protocol of one benchmark.
+    """Protocol of one benchmark."""
 
-    Attributes:
-        title: Name as the paper prints it.
-        problems: Number of rows of the split.
-        subset: Configuration of the dataset, None for the default one.
-        prompt: User message; `<problem>` stands for the problem text.
-        grader: Grader, a type of `reward.terms`.
-        samples: Samples per problem.
-        temperature: Sampling temperature; 0 is greedy.
-    """
-
-    title: str
+    title: str  # name as the paper prints it
     hub: str
     split: str
-    problems: int
+    problems: int  # number of rows of the split
     problem: str = "problem"
     answer: str = "answer"
-    subset: str | None = None
-    prompt: str = BOXED
-    grader: Literal["math"] = "math"
-    samples: int = 1
-    temperature: float = 0.0
+    subset: str | None = None  # configuration of the dataset, None for the default one
+    prompt: str = BOXED  # user message; `<problem>` stands for the problem text
+    grader: Literal["math"] = "math"  # grader, a type of `reward.terms`
+    samples: int = 1  # samples per problem
+    temperature: float = 0.0  # sampling temperature; 0 is greedy
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -92,19 +82,13 @@ DeepSeek-R1-Distill-Qwen-7B tepo 32.70 24.58 66.41 87.80 39.55 49.92 40.80 48.60
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of the paper's tables.
+    """One row of the paper's tables."""
 
-    Attributes:
-        table: "Table 1" or "Table 2".
-        accuracy: Accuracy in percent by benchmark, without the columns that the row leaves out.
-        average: Average in percent, as printed.
-    """
-
-    table: str
+    table: str  # "Table 1" or "Table 2"
     model: str
     method: str
-    accuracy: Mapping[str, float]
-    average: float
+    accuracy: Mapping[str, float]  # accuracy in percent by benchmark, without the columns that the row leaves out
+    average: float  # average in percent, as printed
 
     @property
     def title(self) -> str:

@@ -40,22 +40,15 @@ EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Arguments of `tepo evaluate`.
+    """Arguments of `tepo evaluate`."""
 
-    Attributes:
-        checkpoint: Model to evaluate; see `hf_model`.
-        config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file.
-        out: Folder to write; None for a folder in `evaluations/` named after the checkpoint.
-        against: Folder of another evaluation to compare with.
-        published: Rows of the paper to print; see `rows_of`.
-    """
-
-    checkpoint: Path
+    checkpoint: Path  # model to evaluate; see `hf_model`
+    # config, argv: YAML file of settings, and settings of the command line (`--key value`), which override those of the file
     config: str | None
     argv: Sequence[str]
-    out: Path | None
-    against: Path | None
-    published: str
+    out: Path | None  # folder to write; None for a folder in `evaluations/` named after the checkpoint
+    against: Path | None  # folder of another evaluation to compare with
+    published: str  # rows of the paper to print; see `rows_of`
 
 
 def settings(request: EvaluationRequest) -> Config:
@@ -73,10 +66,8 @@ def settings(request: EvaluationRequest) -> Config:
 
 
 def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
-    """Evaluate, print the tables and write the folder; return the folder.
-
-    Raises:
-        TepoError: The settings, the checkpoint, the data, the engine or the grader fail.
+    """Evaluate, print the tables and write the folder; return the folder. Raises TepoError if the settings, the checkpoint, the
+    data, the engine or the grader fail.
     """
     cfg = settings(request)
     out = request.out or Path("evaluations") / "-".join(request.checkpoint.resolve().parts[-2:]).strip("/-")
@@ -174,10 +165,8 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     """Yield a Hugging Face directory of the model.
 
     This is `path` itself, the `hf` folder in it (of a run, or of a checkpoint saved with checkpoint.hf), or the result of
-    converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit.
-
-    Raises:
-        CheckpointError: Something is missing, which the message names; or as `weights.convert.exporting`.
+    converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit. Raises CheckpointError:
+    something is missing, which the message names; or as `weights.convert.exporting`.
     """
     for folder in (path, path / "hf"):
         if is_model(folder):

@@ -28,7 +28,6 @@ class EvaluationFolder:
     """One evaluation on disk, to which benchmarks are added one by one."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Open the folder; nothing is written yet."""
         self.path, self._about = path, dict(about)
         # each by benchmark
         self._entries: dict[str, Any] = {}
@@ -147,10 +146,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def compare_folders(ours: Path, theirs: Path) -> ResultTable:
-    """Return a table of the first evaluation minus the second, for every benchmark that both have.
-
-    Raises:
-        DataError: The evaluations have no benchmark or problem in common, differ in their problems, or cannot be read.
+    """Return a table of the first evaluation minus the second, for every benchmark that both have. Raises DataError: the
+    evaluations have no benchmark or problem in common, differ in their problems, or cannot be read.
     """
     records = [read_record(folder)["benchmarks"] for folder in (ours, theirs)]
     names = [name for name in BENCHMARKS if all(name in record for record in records)]

@@ -22,22 +22,14 @@ from tepo_megatron.utils.loop import LoopFuture
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on held-out problems.
+    """Accuracy on held-out problems."""
 
-    Attributes:
-        mean: Mean over problems of their mean scores, in [0, 1].
-        standard_error: Standard error of `mean`, clustered by problem; None for a single problem.
-        samples: Samples per problem.
-        scores: Problem id -> mean score of its samples.
-        lost: Samples that `rollout.function` lost; they count as wrong.
-    """
-
-    mean: float
-    standard_error: float | None
+    mean: float  # mean over problems of their mean scores, in [0, 1]
+    standard_error: float | None  # standard error of `mean`, clustered by problem; None for a single problem
     problems: int
-    samples: int
-    scores: Mapping[int, float]
-    lost: int = 0
+    samples: int  # samples per problem
+    scores: Mapping[int, float]  # problem id -> mean score of its samples
+    lost: int = 0  # samples that `rollout.function` lost; they count as wrong
 
     def state(self) -> dict[str, Any]:
         """Return the accuracy as plain JSON, which `of` reads."""

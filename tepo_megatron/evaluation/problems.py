@@ -29,21 +29,14 @@ _Numbered = tuple[int, str, Row]  # number from 0, place for messages, row
 
 @dataclass(frozen=True)
 class Problems:
-    """A benchmark that is ready to be sampled.
-
-    Attributes:
-        entry: Protocol, with the changes that the config makes to it.
-        source: File or dataset that the rows come from.
-        prompts: Tokenized problems; their ids are row numbers from 0.
-        changes: What differs from the paper's protocol, in words.
-    """
+    """A benchmark that is ready to be sampled."""
 
     name: str
-    entry: Benchmark
+    entry: Benchmark  # protocol, with the changes that the config makes to it
     max_tokens: int
-    source: str
-    prompts: tuple[Prompt, ...]
-    changes: tuple[str, ...]
+    source: str  # file or dataset that the rows come from
+    prompts: tuple[Prompt, ...]  # tokenized problems; their ids are row numbers from 0
+    changes: tuple[str, ...]  # what differs from the paper's protocol, in words
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Return the sampling parameters of this benchmark."""
@@ -55,10 +48,8 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
 
     No problem is dropped, since the result would then be that of another benchmark. A file may hold each problem several times:
     errors are over distinct problems, so its copies become samples of one problem, or are left out if it is solved greedily.
-
-    Raises:
-        DataError: There are no rows, a row has no problem or no answer, or a prompt is too long. The message has file, line and
-            fix.
+    Raises DataError if there are no rows, a row has no problem or no answer, or a prompt is too long. The message has file,
+    line and fix.
     """
     found = []
     for name in cfg.benchmarks:
@@ -125,7 +116,6 @@ def _read(reader: RowReader) -> Iterator[_Numbered]:
 
 
 def _file(name: str, folder: str | None) -> Path | None:
-    """Return the local file of a benchmark, or None."""
     file = None if folder is None else Path(folder) / f"{name}.jsonl"
     return file if file is not None and file.exists() else None
 

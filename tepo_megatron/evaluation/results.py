@@ -11,41 +11,28 @@ from tepo_megatron.evaluation.statistics import PairedDifference, ScoreEstimate,
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one benchmark.
-
-    Attributes:
-        samples: Samples per problem, k.
-        pass_at: Unbiased pass@i, for powers of two up to k, and for k.
-        majority: maj@k. Right answers count as one answer, however they are written; wrong answers differ as their texts do.
-        truncated: Share of responses cut off at the length limit.
-        tokens: Mean length of a response in tokens.
-        unreadable: Number of problems whose gold answer math-verify cannot read; only its exact text counts as right.
-    """
+    """Result of one benchmark."""
 
     problems: int
-    samples: int
+    samples: int  # samples per problem, k
     accuracy: ScoreEstimate
-    pass_at: Mapping[int, float]
+    pass_at: Mapping[int, float]  # unbiased pass@i, for powers of two up to k, and for k
+    # maj@k. Right answers count as one answer, however they are written; wrong answers differ as their texts do.
     majority: float
-    truncated: float
-    tokens: float
-    unreadable: int
+    truncated: float  # share of responses cut off at the length limit
+    tokens: float  # mean length of a response in tokens
+    unreadable: int  # number of problems whose gold answer math-verify cannot read; only its exact text counts as right
 
 
 @dataclass(frozen=True)
 class BenchmarkComparison:
-    """Comparison of two runs on one benchmark.
+    """Comparison of two runs on one benchmark."""
 
-    Attributes:
-        ours, theirs: Mean score of the first and the second run, in [0, 1].
-        difference: First minus second, paired by problem.
-        gained: Problems of which most samples are right in the first run, but not in the second. Half of the samples is not
-            most.
-    """
-
+    # ours, theirs: mean score of the first and the second run, in [0, 1]
     ours: float
     theirs: float
-    difference: PairedDifference
+    difference: PairedDifference  # first minus second, paired by problem
+    # Problems of which most samples are right in the first run, but not in the second. Half of the samples is not most.
     gained: tuple[int, ...]
     lost: tuple[int, ...]
 

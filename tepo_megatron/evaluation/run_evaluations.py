@@ -33,21 +33,16 @@ class BenchmarkRuns:
 
     The disk alone records which steps were evaluated: results of a killed run are kept, and those that a resumed run must
     repeat are removed (`forget`).
-
-    Attributes:
-        model: Model that the run began with.
-        seed: One seed for all steps, so that steps are compared on the same random numbers. The run's own random numbers are
-            not affected.
-        decode: Turns token ids into text, as in training.
-        stop_token_ids: Tokens that end a response, as in training.
     """
 
     suite: Sequence[Problems]
     run_dir: Path
-    model: str
+    model: str  # model that the run began with
+    # One seed for all steps, so that steps are compared on the same random numbers. The run's own random numbers are not
+    # affected.
     seed: int
-    decode: Callable[[Sequence[int]], str]
-    stop_token_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]  # turns token ids into text, as in training
+    stop_token_ids: tuple[int, ...]  # tokens that end a response, as in training
 
     def evaluate(self, step: int, engine: Sampler, reward: WeightedReward, max_failed_share: float) -> Mapping[str, Result]:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
@@ -104,7 +99,6 @@ class BenchmarkRuns:
                 shutil.rmtree(self.folder(step))
 
     def _steps(self) -> list[int]:
-        """Return the steps that have a folder, in order."""
         names = [path.name.removeprefix("step-") for path in (self.run_dir / FOLDER).glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 

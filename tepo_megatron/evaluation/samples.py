@@ -20,26 +20,16 @@ from tepo_megatron.utils.seeding import derive_seed
 
 @dataclass(frozen=True)
 class BenchmarkSample:
-    """One graded sample.
+    """One graded sample."""
 
-    Attributes:
-        problem: Row of the dataset, from 0.
-        sample: Index among the problem's samples, from 0.
-        score: 1 or 0.
-        status: Reason for the score (`rewards/local.py`).
-        answer: Content of the last box, None without one.
-        tokens: Length of the response in tokens.
-        stop: "stop", or "length" if the response was cut off.
-    """
-
-    problem: int
-    sample: int
-    score: float
-    status: str
-    answer: str | None
+    problem: int  # row of the dataset, from 0
+    sample: int  # index among the problem's samples, from 0
+    score: float  # 1 or 0
+    status: str  # reason for the score (`rewards/local.py`)
+    answer: str | None  # content of the last box, None without one
     gold: str
-    tokens: int
-    stop: str
+    tokens: int  # length of the response in tokens
+    stop: str  # "stop", or "length" if the response was cut off
     text: str
 
 

@@ -25,16 +25,11 @@ Scores = Mapping[int, float]  # problem id -> mean score of its samples, in [0, 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        standard_error: Standard error over problems; None for a single problem.
-        by_seed: The same mean for each seed alone.
-    """
+    """A mean over problems."""
 
     mean: float
-    standard_error: float | None
-    by_seed: Mapping[int, float]
+    standard_error: float | None  # standard error over problems; None for a single problem
+    by_seed: Mapping[int, float]  # the same mean for each seed alone
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -101,38 +96,37 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ScoreEstimate:
-    """A mean of scores in [0, 1]. All but the mean are None for a single problem.
-
-    Attributes:
-        standard_error: Standard error, clustered by problem.
-        interval: 95 % interval of `score_interval`.
-        bootstrap: 95 % interval of `bootstrap_interval`.
-    """
+    """A mean of scores in [0, 1]. All but the mean are None for a single problem."""
 
     mean: float
-    standard_error: float | None
-    interval: Interval | None
-    bootstrap: Interval | None
+    standard_error: float | None  # standard error, clustered by problem
+    interval: Interval | None  # 95 % interval of `score_interval`
+    bootstrap: Interval | None  # 95 % interval of `bootstrap_interval`
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Paired difference of two runs on the same problems. The error and intervals are None for a single problem.
+    """Paired difference of two runs on the same problems. The error and intervals are None for a single problem."""
 
-    Attributes:
-        mean: Mean over problems of their differences.
-        interval: 95 % interval by Student's t, clipped to [-1, 1].
-        bootstrap: 95 % interval of `bootstrap_interval`.
-        better, worse: Number of problems that score higher, or lower, than with the baseline.
-    """
-
-    mean: float
+    mean: float  # mean over problems of their differences
     standard_error: float | None
-    interval: Interval | None
-    bootstrap: Interval | None
+    interval: Interval | None  # 95 % interval by Student's t, clipped to [-1, 1]
+    bootstrap: Interval | None  # 95 % interval of `bootstrap_interval`
+    # better, worse, same: number of problems that score higher than with the baseline, lower, and the same
     better: int
     worse: int
+    same: int
     sign_test: float
+
+    def __str__(self) -> str:
+        bounds = "" if self.interval is None else f" [{100 * self.interval[0]:+z.1f}, {100 * self.interval[1]:+z.1f}]"
+        return f"{100 * self.mean:+z.1f} points{bounds}"
+
+    @property
+    def verdict(self) -> str:
+        """Strongest statement that the interval supports."""
+        within = self.interval is None or self.interval[0] <= 0 <= self.interval[1]
+        return "within noise" if within else "beyond the noise of these problems"
 
 
 def share(means: Sequence[float], samples: int) -> ScoreEstimate:
@@ -148,11 +142,12 @@ def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDiffe
     changes = [a - b for a, b in zip(means, baseline, strict=True)]
     mean, error = statistics.fmean(changes), standard_error(changes)
     better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
-    if error is None:
-        return PairedDifference(mean, None, None, None, better, worse, sign_test(better, worse))
-    half = student_95(len(changes) - 1) * error
-    interval = max(-1.0, mean - half), min(1.0, mean + half)
-    return PairedDifference(mean, error, interval, bootstrap_interval(changes), better, worse, sign_test(better, worse))
+    interval = bootstrap = None
+    if error is not None:
+        half = student_95(len(changes) - 1) * error
+        interval, bootstrap = (max(-1.0, mean - half), min(1.0, mean + half)), bootstrap_interval(changes)
+    same = len(changes) - better - worse
+    return PairedDifference(mean, error, interval, bootstrap, better, worse, same, sign_test(better, worse))
 
 
 def score_interval(mean: float, error: float, problems: int, samples: int) -> Interval:
@@ -229,10 +224,7 @@ def sign_test(better: int, worse: int) -> float:
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the probability that at least one of k samples, drawn without replacement, is right: 1 - C(n - c, k) / C(n, k).
 
-    This is the unbiased estimate of arXiv 2107.03374.
-
-    Raises:
-        ValueError: Not 0 <= right <= samples, or not 1 <= k <= samples.
+    This is the unbiased estimate of arXiv 2107.03374. Raises ValueError if not 0 <= right <= samples, or not 1 <= k <= samples.
     """
     if not (0 <= right <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {right} right among {samples} samples")

@@ -18,23 +18,15 @@ FILE_WIDTH = 150  # width in characters if the output is no terminal
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table.
-
-    Attributes:
-        headings: Column headings. The first column has names, the others figures.
-        rows: Cells of each row.
-        texts: Columns of text, which are aligned left.
-        width: Width in characters if the output is no terminal.
-        wraps: Whether names may be broken into several lines.
-    """
+    """A table."""
 
     title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    headings: Sequence[str]  # column headings. The first column has names, the others figures.
+    rows: Sequence[Sequence[str]]  # cells of each row
     notes: Sequence[str] = ()
-    texts: Sequence[int] = (0,)
-    width: int = FILE_WIDTH
-    wraps: bool = True
+    texts: Sequence[int] = (0,)  # columns of text, which are aligned left
+    width: int = FILE_WIDTH  # width in characters if the output is no terminal
+    wraps: bool = True  # whether names may be broken into several lines
 
     def print(self) -> None:
         """Print the table to the terminal."""

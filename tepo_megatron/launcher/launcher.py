@@ -6,37 +6,24 @@ launcher restarts its own, and they meet again under the number of the attempt.
 
 import contextlib
 import os
-import signal
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
 from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import RunStopped, TepoError
 from tepo_megatron.launcher.nodes import ONE_MACHINE, Nodes
-from tepo_megatron.launcher.ranks import (
-    RankProcesses,
-    RestartPolicy,
-    first_failure,
-    interrupted_by_signals,
-    leave_message,
-)
+from tepo_megatron.launcher.ranks import RankProcesses, RestartPolicy, first_failure, interrupted_by_signals
 from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
-from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, RANK_THREADS, die_with_parent
-from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, RANK_THREADS
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.scratch import WORLD_FOLDER, make_private_folder
-from tepo_megatron.utils.storage import disk_fault, writing
-
-if TYPE_CHECKING:
-    from tepo_megatron.platform import Platform
+from tepo_megatron.utils.storage import writing
 
 
 class RanksFailed(TepoError, RuntimeError):
@@ -144,59 +131,3 @@ def threads_of_rank(ranks: int) -> int:
     Without it every PyTorch rank would use all cores.
     """
     return max(1, usable_cores() // ranks)
-
-
-def run_rank(cfg: Config, work: "Callable[[Config, Platform], None] | None" = None) -> int:
-    """Train as this process's rank; return the exit status: 0, 1 after an error, 75 (rank 0) if the run was asked to end.
-
-    SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
-    written atomically. It also ends when its launcher ends for any reason.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if LAUNCHER in os.environ:
-        die_with_parent(int(os.environ[LAUNCHER]))
-    redirect_output()
-    quiet_upstream()
-    # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    from tepo_megatron.platform import activate
-
-    try:
-        platform = activate(cfg.platform)
-        if work is not None:
-            work(cfg, platform)
-            return 0
-        from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
-
-        train(cfg, platform, on_hang=_end_at_once)
-    except TepoError as e:
-        leave_message(str(e), expected=True, restarts=False)
-        return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
-    except Exception as e:
-        fault = disk_fault(e, cfg.run_dir, written=False)
-        leave_message(fault or traceback.format_exc().rstrip(), expected=fault is not None, restarts=fault is None)
-        return 1
-    return 0
-
-
-def _end_at_once(message: str) -> NoReturn:
-    leave_message(message, expected=True, restarts=True)
-    os._exit(1)
-
-
-FOLDER = "TEPO_RANK_LOGS"  # environment variable that names the folder
-
-
-def redirect_output() -> None:
-    """Append the output of this rank to rank-N.log in the folder that TEPO_RANK_LOGS names; rank 0 keeps its output.
-
-    Without the variable, or if the file cannot be written, nothing changes.
-    """
-    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "0")
-    if not folder or rank == "0":
-        return
-    with contextlib.suppress(OSError):  # the output is then in the log of the machine
-        file = os.open(os.path.join(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.dup2(file, 1)
-        os.dup2(file, 2)

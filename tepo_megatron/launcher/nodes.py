@@ -11,17 +11,12 @@ from tepo_megatron.utils.processes import START_ID
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, as one of them sees them. The options of `tepo train` have torchrun's names.
-
-    Attributes:
-        index: Of this machine, from 0.
-        endpoint: HOST:PORT of the store, which the first machine's launcher keeps; unused on one machine.
-        start: Unique name of this start of the run: ranks that are left of an earlier one do not meet those of this one.
-    """
+    """The machines of a run, as one of them sees them. The options of `tepo train` have torchrun's names."""
 
     count: int = 1
-    index: int = 0
-    endpoint: str = ""
+    index: int = 0  # of this machine, from 0
+    endpoint: str = ""  # HOST:PORT of the store, which the first machine's launcher keeps; unused on one machine
+    # Unique name of this start of the run: ranks that are left of an earlier one do not meet those of this one
     start: str = "none"
 
     def __post_init__(self) -> None:

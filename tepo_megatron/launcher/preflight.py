@@ -76,10 +76,8 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) 
 
 
 def check_open_files(needed: int) -> None:
-    """Raise this process's limit of open files as far as is useful; child processes inherit it.
-
-    Raises:
-        ConfigError: The hard limit is lower than `needed`.
+    """Raise this process's limit of open files as far as is useful; child processes inherit it. Raises ConfigError if the hard
+    limit is lower than `needed`.
     """
     if (limit := raise_open_file_limit(max(needed, WANTED))) < needed:
         raise ConfigError(

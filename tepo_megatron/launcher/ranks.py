@@ -32,17 +32,12 @@ ERROR_FILE = "TEPO_ERROR_FILE"  # environment variable with the JSON file for a 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of one rank.
-
-    Attributes:
-        status: Its exit status; negative: the signal that ended it.
-        message: The message that it left; None if it left none.
-        ended_by_us: Whether it still ran when the launcher ended all ranks, so that its signal was the launcher's own.
-    """
+    """The end of one rank."""
 
     pid: int
-    status: int
-    message: Mapping[str, Any] | None
+    status: int  # its exit status; negative: the signal that ended it
+    message: Mapping[str, Any] | None  # the message that it left; None if it left none
+    # Whether it still ran when the launcher ended all ranks, so that its signal was the launcher's own
     ended_by_us: bool = False
 
 

@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, parse_overrides, plain, resolved_today, set_key, validate
 from tepo_megatron.errors import ConfigError, DataError
@@ -21,6 +18,7 @@ from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.launcher.start import start
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.rollout import decisions, record
+from tepo_megatron.weights.hf_io import HfReader, bitwise_equal
 
 # Numbers of the machine and of the engine that sampled, which a repetition has of its own.
 _OWN = ("seconds/", "memory/", "alert/", "gate/", "sync/", "server/", "tokens_per_second", "rollout/server_restarts")
@@ -31,33 +29,22 @@ _NOT_COMPUTED = {"resume", "overwrite", "output", "name", "logging", "checkpoint
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """One call of `tepo replay`.
-
-    Attributes:
-        until: The last step to repeat. None: the last one that the run has taken.
-        engine: Whether the engine samples again. Otherwise the run's recordings are used.
-        name: Name of the new run, in the folder in which the run lies. None: the run's name and "-replay".
-        overrides: Keys to change, as `--section.key VALUE`.
-    """
+    """One call of `tepo replay`."""
 
     run_dir: Path
-    until: int | None = None
-    engine: bool = False
-    name: str | None = None
-    overrides: tuple[str, ...] = ()
+    until: int | None = None  # the last step to repeat. None: the last one that the run has taken.
+    engine: bool = False  # whether the engine samples again. Otherwise the run's recordings are used.
+    name: str | None = None  # name of the new run, in the folder in which the run lies. None: the run's name and "-replay".
+    overrides: tuple[str, ...] = ()  # keys to change, as `--section.key VALUE`
 
 
 @dataclass(frozen=True)
 class Part:
-    """Steps that one start of the run has taken.
-
-    Attributes:
-        config: The config of the start, as plain JSON.
-    """
+    """Steps that one start of the run has taken."""
 
     first: int
     last: int
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the config of the start, as plain JSON
 
 
 def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Callable[[Config], object] = start) -> int:
@@ -122,7 +109,6 @@ def computed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_of(part: Part, request: ReplayRequest, *, is_first: bool, is_only: bool) -> Config:
-    """Return the config with which a part is repeated."""
     tree = deepcopy(dict(part.config))
     folder = request.run_dir.absolute()
     name = request.name or f"{folder.name}-replay"
@@ -160,20 +146,14 @@ def _source(request: ReplayRequest) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        steps: Number of the steps that were compared.
-        difference: The first number of a step that differs, as a sentence. None: all are equal.
-        decision: The first decision that differs, as a sentence. It explains a difference, and is none by itself: groups arrive
-            in another order each time. None: all are equal, or the repetition made none.
-        tensors: Number of compared weights; None if there were none to compare.
-    """
-
-    steps: int
-    difference: str | None
+    steps: int  # number of the steps that were compared
+    difference: str | None  # the first number of a step that differs, as a sentence. None: all are equal.
+    # The first decision that differs, as a sentence. It explains a difference, and is none by itself: groups arrive in another
+    # order each time. None: all are equal, or the repetition made none.
     decision: str | None
-    tensors: int | None
+    tensors: int | None  # number of compared weights; None if there were none to compare
     other_tensors: tuple[str, ...]
 
     @property
@@ -234,24 +214,8 @@ def _decision(first: Path, again: Path, until: int) -> str | None:
 
 def _weights(first: Path, again: Path) -> tuple[int, tuple[str, ...]]:
     """Return the number of tensors and the names of those that differ. One tensor of each is in memory at a time."""
-    files, files_again = _files_of(first), _files_of(again)
-    names = sorted(files.keys() | files_again.keys())
-    other = [name for name in names if name not in files or name not in files_again]
-    for name in (name for name in names if name not in other):
-        if not torch.equal(_bits(files[name], name), _bits(files_again[name], name)):
-            other.append(name)
-    return len(names), tuple(sorted(other))
-
-
-def _files_of(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found
-
-
-def _bits(path: Path, name: str) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor = file.get_tensor(name)
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+    readers = HfReader(first), HfReader(again)
+    names, names_again = (reader.names() for reader in readers)
+    other = names ^ names_again
+    other |= {name for name in names & names_again if not bitwise_equal(*(reader.get(name) for reader in readers))}
+    return len(names | names_again), tuple(sorted(other))

@@ -26,7 +26,6 @@ class ServiceProcess(contextlib.AbstractContextManager["ServiceProcess"]):
     """Starts the service when a rank 0 needs one, and ends it on exit."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Store what to start: Python's arguments, and variables in addition to this process's."""
         self._words, self._environment = words, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

@@ -51,10 +51,8 @@ def _check_under_way(run_dir: Path) -> None:
 
 
 def describe_step(run_dir: Path, step: int) -> Iterator[str]:
-    """Yield lines that describe the trace of a step, after merging what its processes left.
-
-    Raises:
-        DataError: The step was not traced, or its files are damaged.
+    """Yield lines that describe the trace of a step, after merging what its processes left. Raises DataError if the step was
+    not traced, or its files are damaged.
     """
     path = trace_path(run_dir, step)
     if step_folder(run_dir, step).exists():

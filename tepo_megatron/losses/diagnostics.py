@@ -24,37 +24,22 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The parts of a loss, per response row (_R).
+    """The parts of a loss, per response row (_R)."""
 
-    Attributes:
-        loss: Scalar, the loss of the microbatch.
-        advantage_R: Advantage, with the entropy term if the objective has one.
-        ratio_R: Importance ratio, detached.
-        clipped_R: bool, the rows on which the surrogate's bounds act.
-        entropy_change_R: Nats, current minus old entropy.
-        mask_R: bool, the rows with a KL penalty to the old policy.
-        aggregate_R: Weight of the row in the loss, denominators included.
-        penalty_R: Nats, masked KL to the old policy, before its coefficient.
-        ref_penalty_R: Nats, KL to the reference policy, before its coefficient. None: the loss has no such term.
-        affected_R: bool, rows whose weight is below 0.99 or whose penalty is not 0. None: the objective has no weighting.
-        correction_R: Weight of the rollout/train correction. None: the objective has no correction.
-        weights: Weight and penalty of the weighting. None: the objective has no weighting.
-        loss_R: Part of the loss. The rows of all ranks and microbatches add up to the minibatch's loss.
-    """
-
-    loss: Tensor
-    advantage_R: Tensor
-    ratio_R: Tensor
-    clipped_R: Tensor
-    entropy_change_R: Tensor
-    mask_R: Tensor
-    aggregate_R: Tensor
-    penalty_R: Tensor
-    ref_penalty_R: Tensor | None
+    loss: Tensor  # scalar, the loss of the microbatch
+    advantage_R: Tensor  # advantage, with the entropy term if the objective has one
+    ratio_R: Tensor  # importance ratio, detached
+    clipped_R: Tensor  # bool, the rows on which the surrogate's bounds act
+    entropy_change_R: Tensor  # nats, current minus old entropy
+    mask_R: Tensor  # bool, the rows with a KL penalty to the old policy
+    aggregate_R: Tensor  # weight of the row in the loss, denominators included
+    penalty_R: Tensor  # nats, masked KL to the old policy, before its coefficient
+    ref_penalty_R: Tensor | None  # nats, KL to the reference policy, before its coefficient. None: the loss has no such term.
+    # bool, rows whose weight is below 0.99 or whose penalty is not 0. None: the objective has no weighting.
     affected_R: Tensor | None
-    correction_R: Tensor | None
-    weights: TokenWeights | None
-    loss_R: Tensor
+    correction_R: Tensor | None  # weight of the rollout/train correction. None: the objective has no correction.
+    weights: TokenWeights | None  # weight and penalty of the weighting. None: the objective has no weighting.
+    loss_R: Tensor  # part of the loss. The rows of all ranks and microbatches add up to the minibatch's loss.
 
 
 def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -> Pairs:

@@ -11,28 +11,16 @@ from tepo_megatron.types import Denominators
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs for the response rows (_R) of one microbatch.
+    """The inputs for the response rows (_R) of one microbatch."""
 
-    Attributes:
-        advantage_R: Advantage, constant over each sequence.
-        old_logprob_R: Nats, log-probs under the actor's weights at the start of the rollout batch.
-        old_entropy_R: Nats, entropies under the same weights.
-        rollout_logprob_R: Nats, log-probs that the inference engine reported.
-        segments: The sequence of each row, and sums over sequences.
-        group_tokens_R: Response tokens that the minibatch has of the row's prompt, at least 1.
-        whole: Counts of the whole minibatch, the denominators of the loss.
-        ref_logprob_R: Nats, log-probs under the reference policy. None: the objective uses none.
-        weights: Weights from `Objective.batch_statistics`. None: the objective has no weighting.
-        noise_floor: Nats; an entropy change below it is rounding noise. Only metrics use it. None: not known.
-    """
-
-    advantage_R: Tensor
-    old_logprob_R: Tensor
-    old_entropy_R: Tensor
-    rollout_logprob_R: Tensor
-    segments: Segments
-    group_tokens_R: Tensor
-    whole: Denominators
-    ref_logprob_R: Tensor | None = None
-    weights: TokenWeights | None = None
+    advantage_R: Tensor  # advantage, constant over each sequence
+    old_logprob_R: Tensor  # nats, log-probs under the actor's weights at the start of the rollout batch
+    old_entropy_R: Tensor  # nats, entropies under the same weights
+    rollout_logprob_R: Tensor  # nats, log-probs that the inference engine reported
+    segments: Segments  # the sequence of each row, and sums over sequences
+    group_tokens_R: Tensor  # response tokens that the minibatch has of the row's prompt, at least 1
+    whole: Denominators  # counts of the whole minibatch, the denominators of the loss
+    ref_logprob_R: Tensor | None = None  # nats, log-probs under the reference policy. None: the objective uses none.
+    weights: TokenWeights | None = None  # weights from `Objective.batch_statistics`. None: the objective has no weighting.
+    # Nats; an entropy change below it is rounding noise. Only metrics use it. None: not known.
     noise_floor: float | None = None

@@ -51,17 +51,12 @@ CHOICES: dict[str, Collection[str]] = {
 @dataclass(frozen=True, kw_only=True)
 class Objective(ObjectiveParts):
     """A method, callable as its loss. Each string names an entry of RATIOS, SURROGATES, ESTIMATORS (`kl`), MASKS, AGGREGATES or
-    ADVANTAGES. `weighting` and `correction` have a type each, which names an entry of WEIGHTINGS or CORRECTIONS.
-
-    Attributes:
-        dynamic_sampling: Sample further prompts to replace groups whose scores are all equal.
-        overlong_shaping: Subtract a penalty from the reward of responses close to the length limit.
-    Raises:
-        ConfigError: A name is in no table, or parts contradict each other.
+    ADVANTAGES. `weighting` and `correction` have a type each, which names an entry of WEIGHTINGS or CORRECTIONS. Raises
+    ConfigError if a name is in no table, or parts contradict each other.
     """
 
-    dynamic_sampling: bool = False
-    overlong_shaping: bool = False
+    dynamic_sampling: bool = False  # sample further prompts to replace groups whose scores are all equal
+    overlong_shaping: bool = False  # subtract a penalty from the reward of responses close to the length limit
 
     def __post_init__(self) -> None:
         for part, table in CHOICES.items():

@@ -24,21 +24,16 @@ _TINY = 1e-20  # smallest probability of all other tokens in the binary KL
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """The numbers that surrogates take.
+    """The numbers that surrogates take."""
 
-    Attributes:
-        low: The ratio is clipped from below at 1 - low.
-        high: The ratio is clipped from above at 1 + high.
-        dual: Dual-clip constant above 1: where A < 0, the value does not fall below dual * A. None: no such floor.
-        tau_positive, tau_negative: Temperatures of `soft_gate` where A > 0, and elsewhere.
-        max_divergence: Limit of the divergence of a token in `trust_region_tv` (of probabilities) and `trust_region_kl` (nats).
-    """
-
-    low: float
-    high: float
+    low: float  # the ratio is clipped from below at 1 - low
+    high: float  # the ratio is clipped from above at 1 + high
+    # Dual-clip constant above 1: where A < 0, the value does not fall below dual * A. None: no such floor.
     dual: float | None = None
+    # tau_positive, tau_negative: temperatures of `soft_gate` where A > 0, and elsewhere
     tau_positive: float = 1.0
     tau_negative: float = 1.05
+    # Limit of the divergence of a token in `trust_region_tv` (of probabilities) and `trust_region_kl` (nats)
     max_divergence: float = 0.15
 
     def clip(self, ratio_R: Tensor) -> Tensor:

@@ -21,22 +21,14 @@ from tepo_megatron.losses.ratio import exp_clamped
 
 @dataclass(frozen=True)
 class MinibatchTokens:
-    """All N response tokens of a minibatch, without gradient.
+    """All N response tokens of a minibatch, without gradient."""
 
-    Attributes:
-        advantage_N: Advantage A, with the entropy term if the objective has one.
-        logprob_N: Nats, log-probs l under the current weights.
-        entropy_N: Nats, entropies H under the current weights.
-        log_ratio_N: Nats, l - l_old.
-        clipped_N: bool, the rows on which the surrogate's bounds act.
-        key_N: int64, a random number that belongs to the token, whatever its place in the batch. It decides ties and draws.
-    """
-
-    advantage_N: Tensor
-    logprob_N: Tensor
-    entropy_N: Tensor
-    log_ratio_N: Tensor
-    clipped_N: Tensor
+    advantage_N: Tensor  # advantage A, with the entropy term if the objective has one
+    logprob_N: Tensor  # nats, log-probs l under the current weights
+    entropy_N: Tensor  # nats, entropies H under the current weights
+    log_ratio_N: Tensor  # nats, l - l_old
+    clipped_N: Tensor  # bool, the rows on which the surrogate's bounds act
+    # int64, a random number that belongs to the token, whatever its place in the batch. It decides ties and draws.
     key_N: Tensor
 
     @property
@@ -55,16 +47,12 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch.
+    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch."""
 
-    Attributes:
-        weight_N, penalty_N: The fields of `TokenWeights`.
-        tokens: The tokens that they were computed from, for records of the loss.
-    """
-
+    # weight_N, penalty_N: the fields of `TokenWeights`
     weight_N: Tensor
     penalty_N: Tensor
-    tokens: MinibatchTokens | None = None
+    tokens: MinibatchTokens | None = None  # the tokens that they were computed from, for records of the loss
 
     def rows(self, token_R: Tensor) -> TokenWeights:
         """Return the weights of the rows whose indices among the N tokens are `token_R` (int64)."""

@@ -77,20 +77,14 @@ class BeatStore(Protocol):
 
 @dataclass
 class _Seen:
-    """The last heartbeat of a rank.
-
-    Attributes:
-        left: True if the rank has ended normally.
-        unheard: Beats of the listening rank since this rank's last heartbeat.
-        unmoved: Beats of the listening rank since this rank's position changed.
-    """
+    """The last heartbeat of a rank."""
 
     beat: int = 0
     place: str = "it has not begun"
     phase: str = ""
-    left: bool = False
-    unheard: int = 0
-    unmoved: int = 0
+    left: bool = False  # True if the rank has ended normally
+    unheard: int = 0  # beats of the listening rank since this rank's last heartbeat
+    unmoved: int = 0  # beats of the listening rank since this rank's position changed
 
 
 class HangWatchdog:

@@ -60,21 +60,16 @@ def measure(ask: Callable[[], int], clock: Callable[[], int], round_trips: int =
 
 @dataclass(slots=True)
 class Span:
-    """One span. Times are nanoseconds on the monotonic clock of the process that recorded it.
-
-    Attributes:
-        args: Further values to show, as plain JSON.
-        unit: Number of its unit; see above. None: spans of this row are nested anyway.
-        flows: Keys of the chains that it belongs to. An arrow leads from each span of a chain to the next one.
-    """
+    """One span. Times are nanoseconds on the monotonic clock of the process that recorded it."""
 
     name: str
     row: str
     start: int
     end: int | None
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)  # further values to show, as plain JSON
     process: str = ""
-    unit: int | None = None
+    unit: int | None = None  # number of its unit; see above. None: spans of this row are nested anyway.
+    # Keys of the chains that it belongs to. An arrow leads from each span of a chain to the next one.
     flows: tuple[str, ...] = ()
 
 

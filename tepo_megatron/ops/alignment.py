@@ -7,17 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alignment:
-    """The padding that the mesh requires of packed sequences and microbatches.
-
-    Attributes:
-        total: The tokens of a microbatch on one context-parallel rank are padded to a multiple of this: tp under sequence
-            parallelism, times 16 or 128 in FP8.
-        fixed: Minimum tokens of a microbatch over all context-parallel ranks. If no microbatch is planned with more, all have
-            the same length. 0: no minimum.
-    """
+    """The padding that the mesh requires of packed sequences and microbatches."""
 
     cp: int = 1
+    # The tokens of a microbatch on one context-parallel rank are padded to a multiple of this: tp under sequence parallelism,
+    # times 16 or 128 in FP8
     total: int = 1
+    # Minimum tokens of a microbatch over all context-parallel ranks. If no microbatch is planned with more, all have the same
+    # length. 0: no minimum.
     fixed: int = 0
 
     @property

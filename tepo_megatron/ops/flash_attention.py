@@ -119,23 +119,17 @@ def flash_attention_of(device: torch.device) -> FlashAttention:
 
 @dataclass(frozen=True)
 class PackedCall:
-    """Attention of packed sequences of any length, each over keys of its own.
+    """Attention of packed sequences of any length, each over keys of its own."""
 
-    Attributes:
-        query_rows: int64 [Q], the rows of the queries. None: all rows, in their order.
-        key_rows: int64 [U], the rows of the keys; a row may be there several times. None: all rows, in their order.
-        cu_q: int32 [n + 1], the start of each sequence in the queries, and Q.
-        cu_k: int32 [n + 1], the same of the keys, and U.
-        causal: The last query of a sequence attends to all of its keys, the one before to all but the last, and so on.
-            Otherwise all of them attend to all.
-    """
-
-    query_rows: Tensor | None
+    query_rows: Tensor | None  # int64 [Q], the rows of the queries. None: all rows, in their order.
+    # int64 [U], the rows of the keys; a row may be there several times. None: all rows, in their order.
     key_rows: Tensor | None
-    cu_q: Tensor
-    cu_k: Tensor
+    cu_q: Tensor  # int32 [n + 1], the start of each sequence in the queries, and Q
+    cu_k: Tensor  # int32 [n + 1], the same of the keys, and U
     longest_q: int
     longest_k: int
+    # The last query of a sequence attends to all of its keys, the one before to all but the last, and so on. Otherwise all of
+    # them attend to all.
     causal: bool
 
 

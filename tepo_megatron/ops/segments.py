@@ -16,24 +16,15 @@ from tepo_megatron.types import PackedMicrobatch
 
 @dataclass(frozen=True)
 class Segments:
-    """The sequence that each response row of a microbatch belongs to.
+    """The sequence that each response row of a microbatch belongs to."""
 
-    Attributes:
-        sequence_R: int64 in [0, G), the sequence of the row. The rows of a sequence are contiguous and in order.
-        lengths_G: Response tokens |y| of each sequence over all context-parallel ranks, at least 1.
-        group: Context-parallel group. None: one rank (never the world).
-        position_R: int64, index of the row in its response, from 0. Only running means need it.
-        chunk_R: int64 in [0, chunks), the chunk of the sequence that holds the row. A chunk is on one rank. Only running means
-            need it.
-        chunks: Number of chunks per sequence, 1 without context parallelism.
-    """
-
-    sequence_R: Tensor
-    lengths_G: Tensor
-    group: dist.ProcessGroup | None = None
-    position_R: Tensor | None = None
+    sequence_R: Tensor  # int64 in [0, G), the sequence of the row. The rows of a sequence are contiguous and in order.
+    lengths_G: Tensor  # response tokens |y| of each sequence over all context-parallel ranks, at least 1
+    group: dist.ProcessGroup | None = None  # Context-parallel group. None: one rank (never the world).
+    position_R: Tensor | None = None  # int64, index of the row in its response, from 0. Only running means need it.
+    # int64 in [0, chunks), the chunk of the sequence that holds the row. A chunk is on one rank. Only running means need it.
     chunk_R: Tensor | None = None
-    chunks: int = 1
+    chunks: int = 1  # number of chunks per sequence, 1 without context parallelism
 
     @classmethod
     def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> "Segments":

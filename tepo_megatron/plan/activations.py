@@ -31,19 +31,13 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class ActivationTerm:
-    """One kind of tensor that a layer keeps for backward, per token.
-
-    Attributes:
-        module: Part of the layer that `recompute` would have to run again.
-        size: Bytes per element. None: those of an activation.
-        saved: Number of elements saved for backward, counted once per saving operation. None: `elements`.
-    """
+    """One kind of tensor that a layer keeps for backward, per token."""
 
     what: str
-    module: Module
+    module: Module  # part of the layer that `recompute` would have to run again
     elements: float
-    size: int | None = None
-    saved: float | None = None
+    size: int | None = None  # bytes per element. None: those of an activation.
+    saved: float | None = None  # number of elements saved for backward, counted once per saving operation. None: `elements`.
 
     def bytes(self, element_size: int) -> float:
         """Return its bytes for activations of `element_size` bytes."""
@@ -59,18 +53,14 @@ class ActivationTerm:
 
 @dataclass(frozen=True)
 class PlannedKernels:
-    """The kernels that determine what is kept.
+    """The kernels that determine what is kept."""
 
-    Attributes:
-        attention: `te`: Transformer Engine's. `sdpa`: PyTorch's, in buckets. `packed`: a function that keeps no buckets, as for
-            16 bits on a GPU and for shared prompts.
-        fused_norms: Fused norms keep their input and one scale per row. PyTorch's norms on a CPU keep two fp32 vectors instead.
-        fused_delta_rule: FLA and causal-conv1d compute linear attention. PyTorch does otherwise, and keeps more.
-    """
-
+    # `te`: Transformer Engine's. `sdpa`: PyTorch's, in buckets. `packed`: a function that keeps no buckets, as for 16 bits on a
+    # GPU and for shared prompts.
     attention: Attention = "te"
+    # Fused norms keep their input and one scale per row. PyTorch's norms on a CPU keep two fp32 vectors instead.
     fused_norms: bool = True
-    fused_delta_rule: bool = True
+    fused_delta_rule: bool = True  # FLA and causal-conv1d compute linear attention. PyTorch does otherwise, and keeps more.
 
 
 ON_CPU = PlannedKernels("sdpa", False, False)

@@ -16,18 +16,15 @@ class Gpu:
     """Datasheet values of a GPU.
 
     Attributes:
-        memory_bandwidth: Bytes per second.
-        peak: Element size in bytes -> dense operations per second (without sparsity).
-        nvlink: Bytes per second in one direction.
         network: Bytes per second of the network adapter in one direction.
         host: Bytes per second to the host in one direction.
     """
 
     name: str
     memory: int
-    memory_bandwidth: float
-    peak: Mapping[int, float]
-    nvlink: float
+    memory_bandwidth: float  # bytes per second
+    peak: Mapping[int, float]  # element size in bytes -> dense operations per second (without sparsity)
+    nvlink: float  # bytes per second in one direction
     network: float = 50e9  # one 400 Gb/s adapter per GPU
     host: float = 64e9  # PCIe 5.0 x16
 
@@ -42,21 +39,10 @@ GPUS: Mapping[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumed efficiencies, one set for all GPUs, models and layouts. Times are host time.
+    """Assumed efficiencies, one set for all GPUs, models and layouts. Times are host time."""
 
-    Attributes:
-        matmul: Element size in bytes -> share of the peak in matrix products.
-        attention: Share of the bf16 peak.
-        reserved: Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces.
-        fragmentation: Memory lost to fragmentation, as a share of the memory that every pass allocates again.
-        asleep: Bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL.
-        graphs: Part of `asleep` that vLLM's --sleep-mode-offload-cudagraph frees.
-        nccl: Part of `asleep` that vLLM's --enable-nccl-comm-suspend frees, with tp > 1.
-        uniform_groups: Share of the groups that are entirely right or entirely wrong, which are dropped.
-    """
-
-    matmul: Mapping[int, float]
-    attention: float = 0.5
+    matmul: Mapping[int, float]  # element size in bytes -> share of the peak in matrix products
+    attention: float = 0.5  # share of the bf16 peak
     elementwise: float = 0.8
     links: float = 0.8
     layer_seconds: float = 200e-6  # time to launch one layer's forward pass
@@ -66,15 +52,15 @@ class Assumptions:
     beyond: float = 0.55  # extra share: NeMo-RL's published steps take this beyond the phases (grading, stragglers, restarts)
     host_copy: float = 5e9  # bytes per second of a process that writes or reads shared memory
     host_adam: float = 20e9  # bytes per second of one rank's Adam in host memory
-    reserved: int = 3 * GIB
-    fragmentation: float = 0.05
+    reserved: int = 3 * GIB  # bytes of the CUDA context, NCCL's buffers and the libraries' workspaces
+    fragmentation: float = 0.05  # memory lost to fragmentation, as a share of the memory that every pass allocates again
     engine_share: float = 0.92  # vLLM's default of --gpu-memory-utilization
     engine_sequences: int = 1024  # vLLM's default limit on a GPU of 80 GB
     engine_other: int = 4 * GIB  # activations and graphs of the engine, per GPU
-    asleep: int = 4 * GIB
-    graphs: int = 3 * GIB // 2
-    nccl: int = 1 * GIB
-    uniform_groups: float = 0.4
+    asleep: int = 4 * GIB  # bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL
+    graphs: int = 3 * GIB // 2  # part of `asleep` that vLLM's --sleep-mode-offload-cudagraph frees
+    nccl: int = 1 * GIB  # part of `asleep` that vLLM's --enable-nccl-comm-suspend frees, with tp > 1
+    uniform_groups: float = 0.4  # share of the groups that are entirely right or entirely wrong, which are dropped
 
 
 ASSUMED = Assumptions(matmul={1: 0.64, 2: 0.72, 4: 0.72})

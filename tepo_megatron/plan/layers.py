@@ -22,11 +22,7 @@ DENSE = LayerKind()
 
 
 def kinds_of(arch: Architecture, layers: Iterable[int] | None = None) -> Counter[LayerKind]:
-    """Return the number of layers of each kind.
-
-    Args:
-        layers: Indices of layers in the whole model. None: all.
-    """
+    """Return the number of layers of each kind. `layers`: indices of layers in the whole model. None: all."""
     chosen = range(arch.num_layers) if layers is None else layers
     return Counter(LayerKind(layer in arch.sparse_layers, layer in arch.linear_layers) for layer in chosen)
 

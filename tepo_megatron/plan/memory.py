@@ -182,7 +182,6 @@ class TrainerMemory:
 
 
 def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> Mapping[LayerKind, int]:
-    """Return the number of a rank's layers of each kind."""
     return kinds_of(arch, [layer for chunk in parameters.stages(arch, parallel, rank) for layer in chunk.layers])
 
 

@@ -50,16 +50,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class HeldElements:
-    """Elements that one rank holds.
-
-    Attributes:
-        buffers: With padding, of each weight buffer, which is also the size of its gradient buffer.
-        shards: Of each part of a parameter whose optimizer state the rank keeps.
-    """
+    """Elements that one rank holds."""
 
     parameters: int = 0
-    buffers: tuple[int, ...] = ()
-    shards: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()  # with padding, of each weight buffer, which is also the size of its gradient buffer
+    shards: tuple[int, ...] = ()  # of each part of a parameter whose optimizer state the rank keeps
 
     @property
     def buffer(self) -> int:

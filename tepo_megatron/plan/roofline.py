@@ -58,21 +58,17 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predictor of the steps of one config on one kind of GPU.
-
-    Attributes:
-        factors: Recorded over predicted seconds by phase; 1 for those that are not there.
-        beyond: Seconds beyond the phases, as a share of theirs with one round of sampling.
-        known: Cached seconds of sampling by GPU, workload and servers, which layouts that `search` tries have in common.
-    """
+    """Predictor of the steps of one config on one kind of GPU."""
 
     cfg: Config
     model: PlannedModel
     gpu: Gpu
     workload: Workload
     assumed: Assumptions = ASSUMED
+    # Recorded over predicted seconds by phase; 1 for those that are not there
     factors: Mapping[str, float] = field(default_factory=dict)
-    beyond: float = ASSUMED.beyond
+    beyond: float = ASSUMED.beyond  # seconds beyond the phases, as a share of theirs with one round of sampling
+    # Cached seconds of sampling by GPU, workload and servers, which layouts that `search` tries have in common
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

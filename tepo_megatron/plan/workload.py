@@ -16,17 +16,12 @@ _PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # share of the maximum that the c
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths of a step's prompts and responses.
-
-    Attributes:
-        longest: Maximum tokens of a response; truncated responses have this length.
-        dropped: Share of the groups that are entirely right or entirely wrong, which are not learned from.
-    """
+    """Lengths of a step's prompts and responses."""
 
     prompt: int
     response: int
-    longest: int
-    dropped: float = 0.0
+    longest: int  # maximum tokens of a response; truncated responses have this length
+    dropped: float = 0.0  # share of the groups that are entirely right or entirely wrong, which are not learned from
 
     @classmethod
     def of(cls, cfg: Config, prompt: int | None = None, response: int | None = None, dropped: float | None = None) -> Workload:

@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from tepo_megatron.platform import cpu, cuda
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.platform import cpu
 
 PlatformName = Literal["cpu", "cuda"]
 
@@ -58,6 +59,16 @@ def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platfor
         if name == "cpu":
             cpu.install(transformer_engine)
         else:
-            cuda.require()
+            _require_gpu()
         _active = platform
     return _active
+
+
+def _require_gpu() -> None:
+    """Raise ConfigError when PyTorch cannot use a GPU."""
+    if torch.cuda.is_available():
+        return
+    reason = "torch.cuda finds no usable GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is built without CUDA"
+    raise ConfigError(f"platform=cuda, but {reason}; use platform=cpu, or a machine with a GPU and a CUDA build of torch")

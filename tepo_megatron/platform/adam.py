@@ -28,7 +28,6 @@ class HostAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """Take the arguments that Megatron passes."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 

@@ -25,17 +25,11 @@ Scores = Mapping[int, Mapping[str, tuple[float, float]]]  # step -> benchmark ->
 
 @dataclass(frozen=True)
 class BenchmarkPanel:
-    """Benchmark results of a run.
+    """Benchmark results of a run."""
 
-    Attributes:
-        scores: Accuracy and standard error by step (ascending) and benchmark.
-        groups: Samples of the problems whose scores changed most.
-        notes: Sentences about files that could not be read.
-    """
-
-    scores: Scores
-    groups: Sequence[SampleGroup]
-    notes: Sequence[str]
+    scores: Scores  # accuracy and standard error by step (ascending) and benchmark
+    groups: Sequence[SampleGroup]  # samples of the problems whose scores changed most
+    notes: Sequence[str]  # sentences about files that could not be read
 
     @property
     def names(self) -> list[str]:

@@ -20,23 +20,16 @@ DIGITS = 4  # significant digits of a value on a page
 
 @dataclass(frozen=True)
 class Series:
-    """One curve of an axis.
+    """One curve of an axis."""
 
-    Attributes:
-        kind: `line`; `band` (two rows: its edges); `bar` (two rows: its ends); `points` (three rows: value, and the ends of its
-            error bar).
-        label: Name in the legend; "": in none.
-        x: Horizontal values, ascending, float64 _P.
-        rows: Vertical values, each float64 _P; NaN for a gap.
-        dash: As matplotlib writes it.
-    """
-
+    # `line`; `band` (two rows: its edges); `bar` (two rows: its ends); `points` (three rows: value, and the ends of its error
+    # bar)
     kind: str
-    label: str
+    label: str  # name in the legend; "": in none
     color: str
-    x: np.ndarray
-    rows: Sequence[np.ndarray]
-    dash: str = "-"
+    x: np.ndarray  # horizontal values, ascending, float64 _P
+    rows: Sequence[np.ndarray]  # vertical values, each float64 _P; NaN for a gap
+    dash: str = "-"  # as matplotlib writes it
     width: float = 1.6
     opacity: float = 1.0
 
@@ -52,23 +45,17 @@ class ReferenceLine:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """A vertical axis with its curves.
-
-    Attributes:
-        format: How values are written: `percent`, `small`, or "" for plainly.
-        scale: `linear`, `log`, or `symlog`, which is linear within +-`linear` and reaches +-`extreme`.
-        least: The axis starts at 0, ends a little above the data, and reaches at least this. None: it fits the data.
-        across: Values lie on a horizontal axis, each series in a row with its label. Only pages draw this.
-    """
+    """A vertical axis with its curves."""
 
     series: Sequence[Series]
     rules: Sequence[ReferenceLine] = ()
-    format: str = ""
-    scale: str = "linear"
+    format: str = ""  # how values are written: `percent`, `small`, or "" for plainly
+    scale: str = "linear"  # `linear`, `log`, or `symlog`, which is linear within +-`linear` and reaches +-`extreme`
     linear: float = 0.0
     extreme: float = 0.0
+    # The axis starts at 0, ends a little above the data, and reaches at least this. None: it fits the data.
     least: float | None = None
-    across: bool = False
+    across: bool = False  # values lie on a horizontal axis, each series in a row with its label. Only pages draw this.
 
     @property
     def limits(self) -> list[float] | None:

@@ -78,7 +78,6 @@ def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
 
 
 def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    """Return a row of the table."""
     values = [at_end(run.curves[quantity.key]) for run in runs]
     others = [f"{quantity.format(v)} ({quantity.format(v - values[0], sign='+')})" for v in values[1:]]
     return (quantity.label, quantity.format(values[0]), *others)

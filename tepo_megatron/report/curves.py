@@ -36,7 +36,6 @@ class Curves:
         return self._columns.get(key, np.full(len(self.steps), math.nan))
 
     def __contains__(self, key: str) -> bool:
-        """Return whether some step has a value."""
         return key in self._columns and bool(np.isfinite(self._columns[key]).any())
 
     def named(self, prefix: str) -> list[str]:

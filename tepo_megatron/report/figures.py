@@ -13,17 +13,12 @@ NOTHING = "–"  # noqa: RUF001
 
 @dataclass(frozen=True)
 class Quantity:
-    """A metric of metrics.jsonl with a readable name.
-
-    Attributes:
-        percent: The metric is a share, to be shown in percent.
-        sparse: Only some steps measure it; its curve joins them.
-    """
+    """A metric of metrics.jsonl with a readable name."""
 
     label: str
     key: str
-    percent: bool = False
-    sparse: bool = False
+    percent: bool = False  # the metric is a share, to be shown in percent
+    sparse: bool = False  # only some steps measure it; its curve joins them
 
     def format(self, value: float, sign: str = "") -> str:
         """Return a value as a table cell."""

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,82 +14,45 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.report.chart import Chart, ChartAxis, Series
 from tepo_megatron.report.run import RunRecord
 
+if TYPE_CHECKING:
+    from tepo_megatron.evaluation.statistics import PairedDifference
+
 EVALUATION_FILE = "evaluation.jsonl"
 MOST = 8  # problems that are listed
 _HALF = statistics.NormalDist().inv_cdf(0.975)  # half width of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True)
-class ScoreChange:
-    """Paired difference of two evaluations of the same problems, in percentage points.
-
-    Attributes:
-        interval: 95 % interval over problems; None for one problem.
-        better, worse, same: Number of problems that score higher, lower and the same.
-    """
-
-    mean: float
-    interval: tuple[float, float] | None
-    better: int
-    worse: int
-    same: int
-
-    def __str__(self) -> str:
-        bounds = "" if self.interval is None else f" [{self.interval[0]:+z.1f}, {self.interval[1]:+z.1f}]"
-        return f"{self.mean:+z.1f} points{bounds}"
-
-    @property
-    def verdict(self) -> str:
-        """Strongest statement that the interval supports."""
-        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
-            return "within noise"
-        return "beyond the noise of these problems"
-
-
-@dataclass(frozen=True)
 class HeldOutProblem:
-    """A held-out problem.
+    """A held-out problem."""
 
-    Attributes:
-        number: Row of the dataset, from 0.
-        before, after: Mean score of its samples before and after the run.
-        text, answer: Prompt and gold answer; empty if the dataset can no longer be read.
-    """
-
-    number: int
+    number: int  # row of the dataset, from 0
+    # before, after: mean score of its samples before and after the run
     before: float
     after: float
+    # text, answer: prompt and gold answer; empty if the dataset can no longer be read
     text: str
     answer: str
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Evaluations of one run.
+    """Evaluations of one run."""
 
-    Attributes:
-        accuracies: (step, accuracy with standard error), in words.
-        change: Change from before to after the run; None without scores of both.
-        after: Problem -> score after the run, for comparisons with other runs.
-        notes: Sentences on faults of the file of scores.
-    """
-
-    accuracies: Sequence[tuple[str, str]]
-    change: ScoreChange | None
+    accuracies: Sequence[tuple[str, str]]  # (step, accuracy with standard error), in words
+    change: "PairedDifference | None"  # change from before to after the run; None without scores of both
     changed: Sequence[HeldOutProblem]
-    after: Mapping[int, float]
-    notes: Sequence[str] = ()
+    after: Mapping[int, float]  # problem -> score after the run, for comparisons with other runs
+    notes: Sequence[str] = ()  # sentences on faults of the file of scores
 
 
-def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> ScoreChange | None:
+def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> "PairedDifference | None":
     """Return scores - baseline, problem by problem; None if they are not of the same problems, or of none."""
     if not scores or scores.keys() != baseline.keys():
         return None
     from tepo_megatron.evaluation.statistics import difference  # imports torch, which a run without evaluations does not need
 
-    found = difference(list(scores.values()), [baseline[problem] for problem in scores])
-    interval = None if found.interval is None else (100 * found.interval[0], 100 * found.interval[1])
-    return ScoreChange(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
+    return difference(list(scores.values()), [baseline[problem] for problem in scores])
 
 
 def read_held_out(run: RunRecord) -> HeldOut:

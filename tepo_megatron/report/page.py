@@ -46,7 +46,6 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _view(run: RunRecord, name: str, place: int) -> dict[str, Any]:
-    """Return what run.html shows of a run."""
     anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
     sections = panels.sections(run)
     numbered = [(name, f"{anchor}-{number}") for number, name in enumerate(sections, start=1)]

@@ -217,11 +217,7 @@ def gradients(run: RunRecord) -> Chart:
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """One plot of the paper's figures, drawn from a run.
-
-    Attributes:
-        seconds: Whether the paper's two means are drawn too. The axis is logarithmic then: machines differ a lot.
-    """
+    """One plot of the paper's figures, drawn from a run."""
 
     title: str
     label: str
@@ -229,7 +225,7 @@ class PaperFigure:
     caption: str
     format: str = ""
     least: float | None = None
-    seconds: bool = False
+    seconds: bool = False  # whether the paper's two means are drawn too. The axis is logarithmic then: machines differ a lot.
 
     def chart(self, run: RunRecord, key: str) -> Chart:
         """Return the plot of a run."""

@@ -20,32 +20,23 @@ _SHOWN_LOSSES = 3
 
 @dataclass(frozen=True)
 class Summary:
-    """Contents of summary.json of a finished run.
-
-    Attributes:
-        seconds: Duration of the run in seconds.
-        evaluations: (step, accuracy, standard error) before and after the run, as far as measured; none of fine-tuning.
-    """
+    """Contents of summary.json of a finished run."""
 
     steps: int
-    seconds: float
+    seconds: float  # duration of the run in seconds
+    # (step, accuracy, standard error) before and after the run, as far as measured; none of fine-tuning
     evaluations: list[tuple[int, float, float]]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The folder of a run with its config.yaml, metrics.jsonl and summary.json.
-
-    Attributes:
-        summary: Summary; None until the run has ended.
-        notes: Sentences on faults of its records, and its alerts.
-    """
+    """The folder of a run with its config.yaml, metrics.jsonl and summary.json."""
 
     folder: Path
     cfg: Config
     curves: Curves
-    summary: Summary | None
-    notes: tuple[str, ...] = ()
+    summary: Summary | None  # summary; None until the run has ended
+    notes: tuple[str, ...] = ()  # sentences on faults of its records, and its alerts
 
     @property
     def fine_tuned(self) -> bool:

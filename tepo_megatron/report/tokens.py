@@ -25,46 +25,34 @@ ENABLE = "No numbers of single tokens were kept: --logging.audit_every 10 keeps 
 
 @dataclass(frozen=True)
 class TokenCell:
-    """One token.
-
-    Attributes:
-        shade: CSS class: "up3" if its part of the loss is negative, "down3" if it is positive, "" if it is 0; 1 to LEVELS.
-    """
+    """One token."""
 
     pieces: Sequence[TextSpan]
-    shade: str
+    shade: str  # CSS class: "up3" if its part of the loss is negative, "down3" if it is positive, "" if it is 0; 1 to LEVELS
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """One response with its tokens.
-
-    Attributes:
-        left_out: Number of tokens after these.
-        numbers: For `page.js`: `names` of the terms; for each token the title `place` and for each update its number, and
-            (index of the name, what training used, what the audit computed or "") of each term.
-    """
+    """One response with its tokens."""
 
     title: str
     facts: Sequence[str]
     right: bool
     prompt: Sequence[TextSpan]
     cells: Sequence[TokenCell]
-    left_out: int
+    left_out: int  # number of tokens after these
+    # For `page.js`: `names` of the terms; for each token the title `place` and for each update its number, and (index of the
+    # name, what training used, what the audit computed or "") of each term
     numbers: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenPanel:
-    """Audited tokens of a run.
-
-    Attributes:
-        samples: The sequences that weigh most in the loss.
-    """
+    """Audited tokens of a run."""
 
     summary: Sequence[str]
     agrees: bool
-    samples: Sequence[TokenSample]
+    samples: Sequence[TokenSample]  # the sequences that weigh most in the loss
     notes: Sequence[str]
 
 

@@ -17,14 +17,10 @@ _INVISIBLE = re.compile(r"([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u200e\u200f\
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A piece of text of one kind.
+    """A piece of text of one kind."""
 
-    Attributes:
-        kind: "prompt"; "response" (chosen by the policy); "context" (text that something else inserted into the response);
-            "special" (a token that is not text); "control" (the name of an invisible character); "cut" (how much was left out);
-            or "text".
-    """
-
+    # "prompt"; "response" (chosen by the policy); "context" (text that something else inserted into the response); "special" (a
+    # token that is not text); "control" (the name of an invisible character); "cut" (how much was left out); or "text"
     kind: str
     text: str
 

@@ -40,23 +40,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """A form of tool calls.
+    """A form of tool calls."""
 
-    Attributes:
-        mark: A part of every chat template that teaches this form.
-        opening: Text with which the first call begins. Empty: a text with calls has no other content.
-        read: Yields the calls of a text that has `opening`, given the request's tools. Raises ValueError if one is malformed.
-        framed: Whether white space before the first call belongs to the call.
-        special: Whether `opening` is a special token, so that the text has to be decoded with these.
-        id_length: Length of the ids that chat templates require. None: any.
-    """
-
-    mark: str
-    opening: str
+    mark: str  # A part of every chat template that teaches this form
+    opening: str  # text with which the first call begins. Empty: a text with calls has no other content.
+    # Yields the calls of a text that has `opening`, given the request's tools. Raises ValueError if one is malformed.
     read: Callable[[str, Sequence[Any]], Iterator[ToolCall]]
-    framed: bool = False
-    special: bool = False
-    id_length: int | None = None
+    framed: bool = False  # whether white space before the first call belongs to the call
+    special: bool = False  # whether `opening` is a special token, so that the text has to be decoded with these
+    id_length: int | None = None  # length of the ids that chat templates require. None: any.
 
     def split(self, text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
         """Return the text before the first call, and the calls. Without a call it is the whole text."""

@@ -39,20 +39,15 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat completion request that was checked.
-
-    Attributes:
-        stream: Whether the answer is sent in chunks.
-        with_usage: Whether the last chunk has the numbers of tokens.
-    """
+    """A chat completion request that was checked."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
     max_tokens: int | None = None
     stops: Sequence[str] = ()
     keeps_stop: bool = False
-    stream: bool = False
-    with_usage: bool = False
+    stream: bool = False  # whether the answer is sent in chunks
+    with_usage: bool = False  # whether the last chunk has the numbers of tokens
 
 
 def read_request(body: Any, sampling: SamplingParams) -> ChatRequest:

@@ -35,18 +35,12 @@ Verdict = Literal["kept", "uniform", "stale", "lost"]
 
 @dataclass
 class StepDecisions:
-    """The decisions of one step, in their order.
+    """The decisions of one step, in their order."""
 
-    Attributes:
-        asked: Prompt ids of each request to the engine.
-        arrived: [prompt id, verdict, versions, servers] of each group.
-        left: Prompt ids that were still being sampled at the end.
-        minibatches: Prompt ids of each minibatch that was trained on while others were sampled. None: there were none.
-    """
-
-    asked: list[list[int]] = field(default_factory=list)
-    arrived: list[list[Any]] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)  # prompt ids of each request to the engine
+    arrived: list[list[Any]] = field(default_factory=list)  # [prompt id, verdict, versions, servers] of each group
+    left: list[int] = field(default_factory=list)  # prompt ids that were still being sampled at the end
+    # Prompt ids of each minibatch that was trained on while others were sampled. None: there were none.
     minibatches: list[list[int]] | None = None
 
     def arrive(self, group: Sequence[Rollout], stale: bool, lost: bool = False) -> None:
@@ -96,17 +90,13 @@ def start_line(after: int, config: Mapping[str, Any]) -> str:
 
 @dataclass
 class History:
-    """The decisions that count, from the file.
+    """The decisions that count, from the file."""
 
-    Attributes:
-        starts: (last step before it, config) of each start after which at least one step counts, ascending.
-        faults: What is wrong with the file, one sentence each.
-        lost_start: The fault of a start that cannot be read and after which steps were taken; None if there is none.
-    """
-
+    # (last step before it, config) of each start after which at least one step counts, ascending
     starts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
+    # The fault of a start that cannot be read and after which steps were taken; None if there is none
     lost_start: str | None = None
 
 

@@ -28,38 +28,24 @@ _THOUGHTS_AND_CALLS = ("reasoning_content", "reasoning", "thinking", "tool_calls
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One row to learn from.
+    """One row to learn from."""
 
-    Attributes:
-        token_ids_L: int64.
-        learned_mask_L: bool, True where the token is learned; False at the first token.
-    """
-
-    token_ids_L: Tensor
-    learned_mask_L: Tensor
+    token_ids_L: Tensor  # int64
+    learned_mask_L: Tensor  # bool, True where the token is learned; False at the first token
 
 
 @dataclass(frozen=True)
 class LoadedConversations:
-    """The conversations of one dataset.
+    """The conversations of one dataset."""
 
-    Attributes:
-        conversations: In the order of the dataset.
-        line: What was read and dropped, for the log.
-    """
-
-    conversations: list[Demonstration]
-    line: str
+    conversations: list[Demonstration]  # in the order of the dataset
+    line: str  # what was read and dropped, for the log
 
 
 def load_all(
     cfg: SftConfig, data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
 ) -> list[LoadedConversations]:
-    """Load the conversations to learn from, and the held-out ones if there are any.
-
-    Raises:
-        DataError: As `load_conversations`.
-    """
+    """Load the conversations to learn from, and the held-out ones if there are any. Raises as `load_conversations`."""
     assert cfg.data is not None, "the command refuses it"
     stops = stop_tokens(model_path, tokenizer, stop_token_ids)
     shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
@@ -74,10 +60,8 @@ def load_conversations(
     template_kwargs: Mapping[str, Any],
     skip_bad_rows: bool,
 ) -> LoadedConversations:
-    """Load a dataset as conversations.
-
-    Raises:
-        DataError: A row cannot be used (the message has file, row and the fix), or none is left.
+    """Load a dataset as conversations. Raises DataError if a row cannot be used (the message has file, row and the fix), or
+    none is left.
     """
     place = DatasetSource.of(source)
     reader = place.reader()

@@ -76,22 +76,17 @@ def fine_tune(cfg: Config, platform: Platform) -> None:
 
 @dataclass
 class ConversationSource:
-    """The conversations, read on rank 0 and brought to all ranks batch by batch.
+    """The conversations, read on rank 0 and brought to all ranks batch by batch."""
 
-    Attributes:
-        plan: The order of the conversations, the same on all ranks.
-        lines: What was read, for the log; empty on ranks other than 0.
-        compared: What a resumed run compares, by the name that a refusal gives it.
-    """
-
-    plan: TrainingPlan
+    plan: TrainingPlan  # the order of the conversations, the same on all ranks
     held_out: int
-    lines: list[str]
+    lines: list[str]  # what was read, for the log; empty on ranks other than 0
     groups: parallel.ParallelDims
     batches: BatchReceiver
     memory: BatchMemory
     train: Sequence[Demonstration] = ()
     eval: Sequence[Demonstration] = ()
+    # What a resumed run compares, by the name that a refusal gives it
     compared: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
@@ -105,10 +100,8 @@ class ConversationSource:
         groups: parallel.ParallelDims,
         run_dir: Path,
     ) -> "ConversationSource":
-        """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`.
-
-        Raises:
-            DataError: On every rank: the data cannot be used.
+        """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`. Raises
+        DataError: on every rank: the data cannot be used.
         """
         loaded: list[Any] = []
 
@@ -157,18 +150,14 @@ class ConversationSource:
 
 @dataclass
 class FineTuning:
-    """The updates of a run. All ranks make the same calls.
-
-    Attributes:
-        log: The log of the run, on rank 0.
-    """
+    """The updates of a run. All ranks make the same calls."""
 
     cfg: Config
     groups: parallel.ParallelDims
     actor: Actor
     checkpoints: Checkpoints
     source: ConversationSource
-    log: RunLog | None
+    log: RunLog | None  # the log of the run, on rank 0
 
     def run(self) -> int | None:
         """Take the updates that are left, then export. Return the last update if a request ended the run before."""

@@ -25,16 +25,11 @@ _PARTIAL = ("train_detail", "prefix")  # keys of a turn of which a part is learn
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in messages.
-
-    Attributes:
-        learned: For each message, whether its turn may be learned.
-        tools: The tools that the template shows.
-    """
+    """A conversation in messages."""
 
     messages: Messages
-    learned: tuple[bool, ...]
-    tools: tuple[Any, ...] = ()
+    learned: tuple[bool, ...]  # for each message, whether its turn may be learned
+    tools: tuple[Any, ...] = ()  # the tools that the template shows
 
 
 def read_row(row: Row, cfg: SftConfig) -> Chat | tuple[str, str]:

@@ -65,18 +65,12 @@ def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Which conversations each update learns from. The order depends on the seed alone, so a resume needs a step alone.
-
-    Attributes:
-        per_update: Conversations of an update; the last one of a pass may have fewer.
-        epochs: Passes over the conversations, each in another order.
-        limit: Most updates; None: no limit.
-    """
+    """Which conversations each update learns from. The order depends on the seed alone, so a resume needs a step alone."""
 
     conversations: int
-    per_update: int
-    epochs: int
-    limit: int | None
+    per_update: int  # conversations of an update; the last one of a pass may have fewer
+    epochs: int  # passes over the conversations, each in another order
+    limit: int | None  # most updates; None: no limit
     seed: int
 
     @property

@@ -4,7 +4,7 @@ import sys
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.launcher.launcher import run_rank
+from tepo_megatron.launcher.worker import run_rank
 from tepo_megatron.platform import Platform
 
 

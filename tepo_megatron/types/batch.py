@@ -18,40 +18,26 @@ class PackedMicrobatch:
     """Pieces of sequences packed one after another (THD), as this context-parallel rank sees them.
 
     A piece is a whole sequence, a prompt that several sequences share, or the rest of one such sequence after that prompt.
-
-    Attributes:
-        tokens_S: int64 [1, S].
-        cu_seqlens: int32 [P + 1], padded starts of the P pieces over ALL context-parallel ranks.
-        max_seqlen: Length of the longest padded sequence.
-        rows_R: int64, positions in [0, S) whose label is a response token; a position repeats where sequences share it.
-        labels_R: int64, the label of each row.
-        sequence_R: int64 in [0, G), the sequence of each label.
-        token_R: int64, index of each label in the flat _N tensors of the TrainBatch (old log-probs and so on).
-        position_R: int64, index of each label in its response, from 0.
-        chunk_R: int64 in [0, chunks), the part of the sequence that holds the row: the zigzag chunk; a shared prompt counts
-            as one part.
-        chunks: Parts per sequence.
-        lengths_G: |y| of each sequence over all context-parallel ranks, at least 1.
-        sequences_G: int64, index of each sequence in the TrainBatch.
-        starts: Offset of each piece in its sequence. A piece with an offset above 0 continues that many tokens of the last
-            piece before it that starts at 0. None: all pieces start at 0.
-        experts_SKT: Integers, the experts to route each token to; arbitrary for padding and for tokens without known experts.
-            None: the routers choose.
     """
 
-    tokens_S: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    rows_R: Tensor
-    labels_R: Tensor
-    sequence_R: Tensor
-    token_R: Tensor
-    position_R: Tensor
+    tokens_S: Tensor  # int64 [1, S]
+    cu_seqlens: Tensor  # int32 [P + 1], padded starts of the P pieces over ALL context-parallel ranks
+    max_seqlen: int  # length of the longest padded sequence
+    rows_R: Tensor  # int64, positions in [0, S) whose label is a response token; a position repeats where sequences share it
+    labels_R: Tensor  # int64, the label of each row
+    sequence_R: Tensor  # int64 in [0, G), the sequence of each label
+    token_R: Tensor  # int64, index of each label in the flat _N tensors of the TrainBatch (old log-probs and so on)
+    position_R: Tensor  # int64, index of each label in its response, from 0
+    # int64 in [0, chunks), the part of the sequence that holds the row: the zigzag chunk; a shared prompt counts as one part
     chunk_R: Tensor
-    chunks: int
-    lengths_G: Tensor
-    sequences_G: Tensor
+    chunks: int  # parts per sequence
+    lengths_G: Tensor  # |y| of each sequence over all context-parallel ranks, at least 1
+    sequences_G: Tensor  # int64, index of each sequence in the TrainBatch
+    # Offset of each piece in its sequence. A piece with an offset above 0 continues that many tokens of the last piece before
+    # it that starts at 0. None: all pieces start at 0.
     starts: tuple[int, ...] | None = None
+    # Integers, the experts to route each token to; arbitrary for padding and for tokens without known experts. None: the
+    # routers choose.
     experts_SKT: Tensor | None = None
 
 
@@ -60,76 +46,55 @@ class TokenStats:
     """Log-prob of the label and entropy of the distribution, for each response row.
 
     The distribution is over the row's sampling mask, or over the whole vocabulary without one.
-
-    Attributes:
-        logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable.
-        recomputed: Sampling masks recomputed from the logits. None: not asked for.
-        teacher_kl_R: The same as `logprob_R`, KL(this distribution || the teacher's). None: there is no teacher.
     """
 
+    # logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable
     logprob_R: Tensor
     entropy_R: Tensor
-    recomputed: RecomputedMasks | None = None
+    recomputed: RecomputedMasks | None = None  # sampling masks recomputed from the logits. None: not asked for.
+    # The same as `logprob_R`, KL(this distribution || the teacher's). None: there is no teacher.
     teacher_kl_R: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the whole minibatch (all ranks and microbatches), fixed before any backward; fp32 scalars on the device.
-
-    Attributes:
-        sequences: Sampled sequences G of the minibatch.
-        max_response_tokens: Limit of the length of a response, `rollout.max_response_tokens`.
-    """
+    """Counts over the whole minibatch (all ranks and microbatches), fixed before any backward; fp32 scalars on the device."""
 
     tokens: Tensor
-    sequences: Tensor
+    sequences: Tensor  # sampled sequences G of the minibatch
     prompts: Tensor
-    max_response_tokens: Tensor
+    max_response_tokens: Tensor  # limit of the length of a response, `rollout.max_response_tokens`
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of one microbatch on this rank, with its metrics.
+    """The loss of one microbatch on this rank, with its metrics."""
 
-    Attributes:
-        loss: Scalar, this rank's part of the objective; the parts of all ranks and microbatches add up to it.
-        metrics: Name -> (numerator, denominator), detached.
-        histograms: Name -> int64 counts, to be summed over ranks and microbatches.
-        ratio_R: Importance ratio of each row, detached.
-        rows: Name -> value of each row, detached: the terms of the loss (`losses.diagnostics.rows`).
-    """
-
-    loss: Tensor
-    metrics: dict[str, tuple[Tensor, Tensor]]
-    histograms: dict[str, Tensor]
-    ratio_R: Tensor
-    rows: dict[str, Tensor]
+    loss: Tensor  # scalar, this rank's part of the objective; the parts of all ranks and microbatches add up to it
+    metrics: dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator), detached
+    histograms: dict[str, Tensor]  # name -> int64 counts, to be summed over ranks and microbatches
+    ratio_R: Tensor  # importance ratio of each row, detached
+    rows: dict[str, Tensor]  # name -> value of each row, detached: the terms of the loss (`losses.diagnostics.rows`)
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Graded rollouts with advantages. Every rank holds the whole batch; the sequences of one prompt are contiguous.
-
-    Attributes:
-        advantages_B: fp32.
-        old_logprobs_N: fp32 nats under the actor's weights at the start of the rollout batch, valid on the last pipeline stage;
-            or the engine's log-probs (training.old_logprobs=rollout). None: no old pass; the current ones are used.
-        old_entropies_N: fp32 nats under the same weights, valid on the last pipeline stage. None: no old pass.
-        ref_logprobs_N: fp32 nats under the reference policy, valid on the last pipeline stage. None: no reference.
-        update: Number of optimizer steps already taken on this rollout batch.
-        ids_B: int64, index of each sequence in the rollout batch, which random choices are keyed by. None: its index here.
-        recomputed_mask: Sampling masks of the response tokens that the actor recomputed, on the last pipeline stage. None: the
-            rollouts have those of the engine, or sampling was not truncated.
-    """
+    """Graded rollouts with advantages. Every rank holds the whole batch; the sequences of one prompt are contiguous."""
 
     rollouts: tuple[Rollout, ...]
-    advantages_B: Tensor
+    advantages_B: Tensor  # fp32
+    # fp32 nats under the actor's weights at the start of the rollout batch, valid on the last pipeline stage; or the engine's
+    # log-probs (training.old_logprobs=rollout). None: no old pass; the current ones are used.
     old_logprobs_N: Tensor | None = None
+    # fp32 nats under the same weights, valid on the last pipeline stage. None: no old pass.
     old_entropies_N: Tensor | None = None
+    # fp32 nats under the reference policy, valid on the last pipeline stage. None: no reference.
     ref_logprobs_N: Tensor | None = None
-    update: int = 0
+    update: int = 0  # number of optimizer steps already taken on this rollout batch
+    # int64, index of each sequence in the rollout batch, which random choices are keyed by. None: its index here.
     ids_B: Tensor | None = None
+    # Sampling masks of the response tokens that the actor recomputed, on the last pipeline stage. None: the rollouts have those
+    # of the engine, or sampling was not truncated.
     recomputed_mask: SamplingMask | None = None
 
     @classmethod

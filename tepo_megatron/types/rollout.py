@@ -18,52 +18,37 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled sequence, including its prompt.
+    """One sampled sequence, including its prompt."""
 
-    Attributes:
-        prompt_id: `Prompt.id`.
-        token_ids_L: int64.
-        response_mask_L: bool, True where the policy chose the token.
-        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature and truncation (0 where the mask is
-            False).
-        policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
-        stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/partial.py`).
-        reward: Shaped reward, which the policy is trained on; nan before grading.
-        score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
-        status: Reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading.
-        terms: (weight, value) of each term of the reward, before shaping. Empty: not graded by terms.
-        later_versions: (index, version) of each change to newer weights, which sampled the tokens from that index on.
-        experts_LKT: `Routing.dtype` or int16, the experts that the engine's routers chose. The last token was never an input
-            and has `no_expert` of that type. None: not requested.
-        servers: (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
-        prompt_experts: Digest of the experts of the prompt's tokens, where `experts_LKT` may not be there before it is packed.
-            Empty: not known.
-        sampling_mask: The ids that truncated sampling could choose each response token from. None: the engine did not say.
-        sample: Index of the sample in its group. Sequences of one sample share it, and one advantage. -1: the sequence is a
-            sample by itself.
-        row: `Prompt.meta`, for rewards. Neither recorded nor sent to ranks.
-        failure: Why the user's function lost the sample (`rollout/containment.py`). Empty: it did not.
-    """
-
-    prompt_id: int
-    token_ids_L: Tensor
-    response_mask_L: Tensor
+    prompt_id: int  # `Prompt.id`
+    token_ids_L: Tensor  # int64
+    response_mask_L: Tensor  # bool, True where the policy chose the token
+    # fp32 nats, the engine's log-prob of each token after temperature and truncation (0 where the mask is False)
     rollout_logprobs_L: Tensor
-    policy_version: int
-    stop_reason: str
+    policy_version: int  # version of the weights that sampled the sequence, or the oldest if there were several
+    stop_reason: str  # "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/partial.py`)
     answer: str = ""
-    reward: float = float("nan")
-    score: float = float("nan")
-    status: str = "ungraded"
+    reward: float = float("nan")  # shaped reward, which the policy is trained on; nan before grading
+    score: float = float("nan")  # the grader's unshaped score, used by group filters and accuracies; nan before grading
+    status: str = "ungraded"  # reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading
+    # (index, version) of each change to newer weights, which sampled the tokens from that index on
     later_versions: tuple[tuple[int, int], ...] = ()
+    # `Routing.dtype` or int16, the experts that the engine's routers chose. The last token was never an input and has
+    # `no_expert` of that type. None: not requested.
     experts_LKT: Tensor | None = None
+    # (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
     servers: tuple[tuple[int, str], ...] = ()
+    # Digest of the experts of the prompt's tokens, where `experts_LKT` may not be there before it is packed. Empty: not known.
     prompt_experts: bytes = b""
+    # (weight, value) of each term of the reward, before shaping. Empty: not graded by terms.
     terms: tuple[tuple[float, float], ...] = ()
+    # The ids that truncated sampling could choose each response token from. None: the engine did not say.
     sampling_mask: SamplingMask | None = None
+    # Index of the sample in its group. Sequences of one sample share it, and one advantage. -1: the sequence is a sample by
+    # itself.
     sample: int = -1
-    failure: str = ""
-    row: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""  # why the user's function lost the sample (`rollout/containment.py`). Empty: it did not.
+    row: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.meta`, for rewards. Neither recorded nor sent to ranks.
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()

@@ -16,31 +16,21 @@ NO_TOKEN = -1  # fills the rows of a padded mask
 
 @dataclass(frozen=True)
 class Truncation:
-    """The settings of truncated sampling. Top-k is applied first.
+    """The settings of truncated sampling. Top-k is applied first."""
 
-    Attributes:
-        top_k: Number of most likely tokens that are kept, at least 2. -1: no limit.
-        top_p: The most likely tokens are kept until their probability is this, in (0, 1]. 1: no limit.
-        renormalizes: Whether top-p counts the probabilities that top-k left, divided by their sum (vLLM), or those of the whole
-            vocabulary (SGLang).
-    """
-
-    top_k: int = -1
-    top_p: float = 1.0
+    top_k: int = -1  # number of most likely tokens that are kept, at least 2. -1: no limit.
+    top_p: float = 1.0  # the most likely tokens are kept until their probability is this, in (0, 1]. 1: no limit.
+    # Whether top-p counts the probabilities that top-k left, divided by their sum (vLLM), or those of the whole vocabulary
+    # (SGLang)
     renormalizes: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """The sampling masks of N sampled tokens: for each, the ids that it was sampled from, its own included. Ids are distinct.
+    """The sampling masks of N sampled tokens: for each, the distinct ids that it was sampled from, its own included."""
 
-    Attributes:
-        ids_M: int32, the ids of all tokens, one token after the other.
-        counts_N: int32, number of ids of each token, at least 1.
-    """
-
-    ids_M: Tensor
-    counts_N: Tensor
+    ids_M: Tensor  # int32, the ids of all tokens, one token after the other
+    counts_N: Tensor  # int32, number of ids of each token, at least 1
 
     @classmethod
     def cat(cls, masks: Sequence["SamplingMask"]) -> "SamplingMask":
@@ -101,17 +91,11 @@ class SamplingMask:
 
 
 class RecomputedMasks(NamedTuple):
-    """Sampling masks that were recomputed from logits, the same on every rank.
+    """Sampling masks that were recomputed from logits, the same on every rank."""
 
-    Attributes:
-        ids_RK: int64, filled up with NO_TOKEN. The label's id is always there, in the last column if it was outside.
-        outside_R: bool, the label is not among the tokens that the truncation keeps.
-        cut_R: bool, the truncation keeps more tokens than there are candidates; the least likely ones are missing.
-    """
-
-    ids_RK: Tensor
-    outside_R: Tensor
-    cut_R: Tensor
+    ids_RK: Tensor  # int64, filled up with NO_TOKEN. The label's id is always there, in the last column if it was outside.
+    outside_R: Tensor  # bool, the label is not among the tokens that the truncation keeps
+    cut_R: Tensor  # bool, the truncation keeps more tokens than there are candidates; the least likely ones are missing
 
     def differ(self, ids_RK: Tensor) -> Tensor:
         """Return bool [R]: the row's mask is not the same set as that of `ids_RK` (int64, filled up with NO_TOKEN)."""
@@ -134,33 +118,22 @@ def no_expert(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized question.
+    """A tokenized question."""
 
-    Attributes:
-        id: Unique number, stable across runs (the row's line in the dataset).
-        meta: The other columns of the dataset row.
-    """
-
-    id: int
+    id: int  # unique number, stable across runs (the row's line in the dataset)
     token_ids: tuple[int, ...]
     answer: str
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)  # the other columns of the dataset row
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The shape of a model's MoE routing.
-
-    Attributes:
-        sparse_layers: Indices of the layers with experts, ascending.
-        per_token: Experts chosen per token and layer (top-k).
-        number: Experts per layer.
-    """
+    """The shape of a model's MoE routing."""
 
     num_layers: int
-    sparse_layers: tuple[int, ...]
-    per_token: int
-    number: int
+    sparse_layers: tuple[int, ...]  # indices of the layers with experts, ascending
+    per_token: int  # experts chosen per token and layer (top-k)
+    number: int  # experts per layer
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,19 +165,15 @@ class SamplingParams:
 
     Sampling options without a field are switched off in the engine (min_p=0, repetition_penalty=1), because the actor
     recomputes log-probs under temperature, top-k and top-p alone.
-
-    Attributes:
-        samples: Responses per prompt.
-        stop_token_ids: Tokens that end a response; the response includes them. Empty: the engine decides.
-        routing: Routing of the model, if the engine is to return the experts that it chose. None: not requested.
-        top_k, top_p: See `Truncation`.
     """
 
-    samples: int = 1
+    samples: int = 1  # responses per prompt
     temperature: float = 1.0
     max_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a response; the response includes them. Empty: the engine decides.
+    # Routing of the model, if the engine is to return the experts that it chose. None: not requested.
     routing: Routing | None = None
+    # top_k, top_p: see `Truncation`
     top_k: int = -1
     top_p: float = 1.0
 

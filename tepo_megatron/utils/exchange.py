@@ -64,17 +64,12 @@ class BadAnswer(ExchangeFailed):
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """An HTTP answer of any status.
-
-    Attributes:
-        body: Raw bytes, at most as many as requested. Error answers keep the first ERROR_BYTES, or nothing if compressed.
-        timing: The header `Server-Timing`, cut at TIMING_CHARACTERS. None: the server sends none.
-    """
+    """An HTTP answer of any status."""
 
     status: int
     content_type: str | None
-    body: bytes
-    timing: str | None = None
+    body: bytes  # raw bytes, at most as many as requested. Error answers keep the first ERROR_BYTES, or nothing if compressed.
+    timing: str | None = None  # the header `Server-Timing`, cut at TIMING_CHARACTERS. None: the server sends none.
 
     @property
     def ok(self) -> bool:

@@ -27,19 +27,14 @@ KILLED_SECONDS = 60.0  # limit since SIGKILL: the kernel frees a process's memor
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """One line of /proc/PID/stat.
-
-    Attributes:
-        state: Z: the process has ended, and its parent has not read its status yet.
-        started: Start time in clock ticks after boot, which tells successive owners of one pid apart.
-    """
+    """One line of /proc/PID/stat."""
 
     pid: int
-    state: str
+    state: str  # Z: the process has ended, and its parent has not read its status yet
     parent: int
     group: int
     session: int
-    started: int
+    started: int  # start time in clock ticks after boot, which tells successive owners of one pid apart
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:

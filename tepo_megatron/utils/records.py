@@ -32,15 +32,11 @@ class JsonLine:
 
 @dataclass(frozen=True)
 class StepRecords:
-    """The step records of a run, sorted.
-
-    Attributes:
-        later: Lines of steps after the requested last one, in file order.
-        rest: Every other line: unreadable, without a step, or an earlier record of a step recorded twice.
-    """
+    """The step records of a run, sorted."""
 
     kept: list[JsonLine]
-    later: list[JsonLine] = field(default_factory=list)
+    later: list[JsonLine] = field(default_factory=list)  # lines of steps after the requested last one, in file order
+    # Every other line: unreadable, without a step, or an earlier record of a step recorded twice
     rest: list[JsonLine] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 

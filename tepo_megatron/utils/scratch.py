@@ -38,7 +38,6 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
     """A folder that this process owns until `remove`, or until the process ends."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        """Store what `claim` returned."""
         self.path, self._lock = path, lock
 
     @classmethod

@@ -39,13 +39,11 @@ class BucketPlan:
 
     Attributes:
         count: Number of rounds, the largest `mine` of any rank.
-        sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
     def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> None:
-        """Store the parts; see `agree`, which makes the plan."""
         self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
-        self.sent = sent_by(bindings, groups)
+        self.sent = sent_by(bindings, groups)  # the parameters that leave through this rank's tensor-parallel group
         self.senders: list[int] = []
         self._buckets: list[list[Binding]] = []
         self.mine = self.count = self.largest = 0

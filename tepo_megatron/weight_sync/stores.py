@@ -171,7 +171,6 @@ class PinnedStaging:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Allocate nothing yet."""
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -51,7 +51,6 @@ class WeightSync:
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, transport: WeightTransport, receiver: WeightReceiver | None) -> None:
-        """Store the parts."""
         self.transport, self.rounds = transport, plan.count
         self._plan, self._receiver, self._verify_every = plan, receiver, cfg.verify_every
         self._delta = Delta(plan) if cfg.delta != "none" else None

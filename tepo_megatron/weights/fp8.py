@@ -63,9 +63,7 @@ def is_quantized(op: Op, name: str, tensor: Tensor) -> bool:
 
 def parts(op: Op, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors by which an FP8 model represents a HF tensor: quantized weight and scales, or the tensor itself.
-
-    Raises:
-        ConversionError: a value to be quantized is not finite.
+    Raises ConversionError if a value to be quantized is not finite.
     """
     if not is_quantized(op, name, tensor):
         return [(name, tensor)]

@@ -53,10 +53,8 @@ class Binding:
 
 
 def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) -> list[Binding]:
-    """Return a binding for every parameter of this rank.
-
-    Raises:
-        ConversionError: a parameter has no row in the table of the family.
+    """Return a binding for every parameter of this rank. Raises ConversionError if a parameter has no row in the table of the
+    family.
     """
     rows = {row.megatron: row for row in family.rows}
     bindings = []

@@ -68,7 +68,6 @@ class HfReader:
         return found
 
     def _index(self) -> dict[str, Path]:
-        """Return the file of each tensor, by its name."""
         index = self.path / INDEX
         if index.exists():
             try:
@@ -110,6 +109,12 @@ class HfReader:
                 kind = foreign_kind(opened.read(SNIFFED_BYTES))
             fault = f"is {kind}" if kind else f"truncated or corrupt ({e}); copy the file again"
             raise CheckpointError(f"{file}: {fault}") from None
+
+
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether dtype, shape and all bits are equal, so that 0.0 differs from -0.0."""
+    integers = {2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.uint8)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.view(integers))
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:
@@ -158,11 +163,7 @@ def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict
 
 
 def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index that makes several files one HF checkpoint.
-
-    Args:
-        total_bytes: bytes of all tensors.
-    """
+    """Write the index that makes several files one HF checkpoint. `total_bytes`: bytes of all tensors."""
     weight_map = {name: file for file, names in written.items() for name in names}
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     (directory / INDEX).write_text(text)
@@ -199,18 +200,14 @@ class CarriedTensors:
     """The tensors of a HF directory that no model here has, and that exports copy unchanged (`Family.carries`).
 
     A directory without weights has none.
-
-    Attributes:
-        names: their names, sorted.
     """
 
     def __init__(self, directory: Path, carries: Callable[[str], bool]) -> None:
         stored = next(directory.glob("*.safetensors"), None) is not None
         self._reader = HfReader(directory) if stored else None
-        self.names = sorted(filter(carries, self._reader.names())) if self._reader else []
+        self.names = sorted(filter(carries, self._reader.names())) if self._reader else []  # their names, sorted
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors."""
         for name in self.names:
             yield name, self.get(name)
 
@@ -236,10 +233,8 @@ def set_config(directory: Path, changes: Mapping[str, Any]) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Sync a finished directory to disk, and rename it to its final path.
 
-    A directory that is already there is moved aside first and removed afterwards.
-
-    Raises:
-        OSError: a file cannot be synced or a directory cannot be renamed.
+    A directory that is already there is moved aside first and removed afterwards. Raises OSError if a file cannot be synced or
+    a directory cannot be renamed.
     """
     for path in (*temporary.rglob("*"), temporary):
         sync(path)

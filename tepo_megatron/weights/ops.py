@@ -15,33 +15,22 @@ if TYPE_CHECKING:  # reading families and planning layouts work without torch
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """The rotary frequencies of a model whose RoPE is scaled. They replace the plain frequencies theta^(-2i/D).
+    """The rotary frequencies of a model whose RoPE is scaled. They replace the plain frequencies theta^(-2i/D)."""
 
-    Attributes:
-        inv_freq: [D / 2], radians per position.
-        attention_factor: factor of both cosines and sines (YaRN, arXiv 2309.00071); attention scores are scaled by its square.
-    """
-
-    inv_freq: tuple[float, ...]
+    inv_freq: tuple[float, ...]  # [D / 2], radians per position
+    # factor of both cosines and sines (YaRN, arXiv 2309.00071); attention scores are scaled by its square
     attention_factor: float
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: the router takes a softmax over its logits and chooses the largest.
+    """A mixture of experts: the router takes a softmax over its logits and chooses the largest."""
 
-    Attributes:
-        number: number of experts, and of router logits.
-        per_token: number of experts that are chosen per token.
-        normalized: whether the weights of the chosen experts are scaled to add up to 1.
-        sparse_layers: indices of the layers with experts, in ascending order; the others are dense.
-    """
-
-    number: int
-    per_token: int
+    number: int  # number of experts, and of router logits
+    per_token: int  # number of experts that are chosen per token
     ffn_size: int
-    normalized: bool
-    sparse_layers: tuple[int, ...]
+    normalized: bool  # whether the weights of the chosen experts are scaled to add up to 1
+    sparse_layers: tuple[int, ...]  # indices of the layers with experts, in ascending order; the others are dense
 
 
 @dataclass(frozen=True)
@@ -49,21 +38,14 @@ class LinearAttention:
     """The gated delta rule, which replaces attention in some layers (arXiv 2412.06464).
 
     Value head h uses the query and the key of key head h // (value_heads / key_heads).
-
-    Attributes:
-        key_heads: number of heads of queries and of keys.
-        value_heads: number of heads of values, a multiple of `key_heads`.
-        key_dim: dimension of a query or a key.
-        conv_width: number of tokens that the causal convolution covers.
-        layers: indices of the layers with the gated delta rule, in ascending order; the others have attention.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
+    key_heads: int  # number of heads of queries and of keys
+    value_heads: int  # number of heads of values, a multiple of `key_heads`
+    key_dim: int  # dimension of a query or a key
     value_dim: int
-    conv_width: int
-    layers: tuple[int, ...]
+    conv_width: int  # number of tokens that the causal convolution covers
+    layers: tuple[int, ...]  # indices of the layers with the gated delta rule, in ascending order; the others have attention
 
     @property
     def convolved(self) -> tuple[int, int, int]:
@@ -78,43 +60,29 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The architecture of a decoder, with the same fields for all families.
-
-    Attributes:
-        ffn_size: intermediate size of the dense layers.
-        head_dim: dimension of a head; it need not be hidden_size / num_heads.
-        vocab_size: vocabulary size of the model, without Megatron's padding.
-        max_positions: `max_position_embeddings`.
-        tied_embeddings: whether the output layer uses the weight of the embedding.
-        qk_norm: whether q and k have RMS norms per head.
-        qkv_bias: whether q, k and v have biases.
-        rotary_table: frequencies of a scaled RoPE; None: RoPE without scaling.
-        experts: the mixture of experts; None: a dense model.
-        linear_attention: the gated delta rule of some layers; None: all layers have attention.
-        attention_output_gate: whether the output of attention is multiplied by the sigmoid of a gate per channel, which the
-            projection of the queries computes.
-        rotary_percent: part of the channels of a head that RoPE rotates, from the first on.
-        zero_centered_norms: whether RMS norms multiply by 1 + w. The norm of the gated delta rule multiplies by w in any case.
-    """
+    """The architecture of a decoder, with the same fields for all families."""
 
     num_layers: int
     hidden_size: int
-    ffn_size: int
+    ffn_size: int  # intermediate size of the dense layers
     num_heads: int
     num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
+    head_dim: int  # dimension of a head; it need not be hidden_size / num_heads
+    vocab_size: int  # vocabulary size of the model, without Megatron's padding
+    max_positions: int  # `max_position_embeddings`
     norm_eps: float
     rotary_base: float
-    tied_embeddings: bool
-    qk_norm: bool
-    qkv_bias: bool = False
-    rotary_table: RotaryTable | None = None
-    experts: Experts | None = None
-    linear_attention: LinearAttention | None = None
+    tied_embeddings: bool  # whether the output layer uses the weight of the embedding
+    qk_norm: bool  # whether q and k have RMS norms per head
+    qkv_bias: bool = False  # whether q, k and v have biases
+    rotary_table: RotaryTable | None = None  # frequencies of a scaled RoPE; None: RoPE without scaling
+    experts: Experts | None = None  # the mixture of experts; None: a dense model
+    linear_attention: LinearAttention | None = None  # the gated delta rule of some layers; None: all layers have attention
+    # whether the output of attention is multiplied by the sigmoid of a gate per channel, which the projection of the queries
+    # computes
     attention_output_gate: bool = False
-    rotary_percent: float = 1.0
+    rotary_percent: float = 1.0  # part of the channels of a head that RoPE rotates, from the first on
+    # whether RMS norms multiply by 1 + w. The norm of the gated delta rule multiplies by w in any case.
     zero_centered_norms: bool = False
 
     @property
@@ -242,14 +210,11 @@ class FusedHeads:
     """Concatenates the rows of several kinds of heads of the gated delta rule; each rank has its part of every kind.
 
     HF's first tensor has the rows of queries, keys and values, and each other tensor has one kind.
-
-    Attributes:
-        convolution: whether the tensor is the convolution's, [channels, 1, width] in HF and [channels, width] in Megatron.
-        unquantized: endings of the names of the HF tensors that an FP8 model keeps in high precision.
     """
 
+    # whether the tensor is the convolution's, [channels, 1, width] in HF and [channels, width] in Megatron
     convolution: bool = False
-    unquantized: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()  # endings of the names of the HF tensors that an FP8 model keeps in high precision
 
     def kinds(self, arch: Architecture) -> tuple[int, ...]:
         """Return the rows of each kind in the whole model."""

@@ -16,7 +16,7 @@ import yaml
 from tepo_megatron.ablation.plan import read_plan
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, plain, read_layers
-from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.command import read_model
 from tests.gate import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

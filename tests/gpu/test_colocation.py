@@ -56,8 +56,8 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
     from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.config.io import plain, validate
+    from tepo_megatron.plan.command import read_model
     from tepo_megatron.plan.memory import offload_bytes
-    from tepo_megatron.plan.models import read_model
     from tepo_megatron.plan.parameters import held
     from tests.parallel import cases
 

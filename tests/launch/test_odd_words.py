@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from launch.checks import check_paths, check_words
-from launch.profile import Cluster
-from launch.secret_values import is_secret_name
+from launch.profile import Cluster, is_secret_name
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
 from tests.launch import cases

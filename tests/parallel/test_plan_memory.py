@@ -14,10 +14,10 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
+from tepo_megatron.plan.command import read_model
 from tepo_megatron.plan.layers import kinds_of
 from tepo_megatron.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
-from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.host_sizes import arena_bytes

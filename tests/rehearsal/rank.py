@@ -20,7 +20,7 @@ from typing import Any
 from tepo_megatron import cli
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.launcher import launcher
+from tepo_megatron.launcher import launcher, worker
 
 READS = "TEPO_REHEARSAL_READS"  # environment variable: how often each process reads a batch, for the ranks that it stands for
 MESSAGE = "largest_message.json"  # file in the folder of the run
@@ -63,6 +63,6 @@ def work(cfg: Config, platform: Any) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        sys.exit(launcher.run_rank(load_config(sys.argv[1]), work=work))
+        sys.exit(worker.run_rank(load_config(sys.argv[1]), work=work))
     launcher.launch = functools.partial(launcher.launch, worker="tests.rehearsal.rank")
     sys.exit(cli.main())

@@ -19,16 +19,14 @@ from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
-from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
+from tepo_megatron.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model, read_run
 from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
 from tepo_megatron.plan.layers import sequence_state_bytes
 from tepo_megatron.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes, states
 from tepo_megatron.plan.memory_parts import MemoryState, PlannedModel
-from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.recorded import MEASURED, read_run
 from tepo_megatron.plan.roofline import REFILLS, touched_weights
 from tepo_megatron.plan.search import judge, search
 from tepo_megatron.plan.workload import Workload, max_generation_rounds

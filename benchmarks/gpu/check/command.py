@@ -19,9 +19,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import machine, timeline
+from benchmarks.gpu.check import machine
 from benchmarks.gpu.check.parts import CPU, LEAST_SECONDS, PARTS, CheckPart, limit, seconds_of, selected
-from benchmarks.gpu.check.report import Result, TaskResult, load, merged, outcome_line, result_of, save
+from benchmarks.gpu.check.report import (
+    TIMELINE,
+    Result,
+    TaskResult,
+    draw_timeline,
+    load,
+    merged,
+    outcome_line,
+    result_of,
+    save,
+    traces,
+)
 from benchmarks.gpu.check.task_process import TaskProcess, environment
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.utils.processes import die_with_parent
@@ -110,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table.write()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         _run_all(table, parts, platform, Path(folder), args.minutes, deadline)
-    if found := timeline.traces(load(table.file)):
-        timeline.draw(found, table.page.with_name(timeline.FILE))
+    if found := traces(load(table.file)):
+        draw_timeline(found, table.page.with_name(TIMELINE))
     print(f"written: {table.file} and {table.page}")
     statuses = {table.result(part)["status"] for part in parts}
     return 0 if "passed" in statuses and statuses <= {"passed", "skipped"} and not unknown else 1

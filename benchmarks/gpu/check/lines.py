@@ -20,19 +20,13 @@ class Skip(Exception):
 
 @dataclass
 class Check:
-    """The argument of a task's code, through which it reports.
-
-    Attributes:
-        folder: Scratch space that all tasks of a run share.
-        file: The lines are appended here, one JSON object each.
-        deadline: When its time is up, on the monotonic clock, which all processes of a machine share.
-    """
+    """The argument of a task's code, through which it reports."""
 
     platform: Literal["cpu", "cuda"]
     task: str
-    folder: Path
-    file: Path
-    deadline: float
+    folder: Path  # scratch space that all tasks of a run share
+    file: Path  # the lines are appended here, one JSON object each
+    deadline: float  # when its time is up, on the monotonic clock, which all processes of a machine share
     names: list[str] = field(default_factory=list)
 
     @property

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._weights import QUICK
 from benchmarks.gpu.check.lines import Check
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import validate
 
 # the shapes of Qwen3
 SHAPES: dict[str, dict[str, Any]] = {
@@ -23,11 +25,7 @@ COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the lengths of a step.
-
-    Attributes:
-        needed: Bytes of GPU memory that it takes.
-    """
+    """A model and the lengths of a step."""
 
     shape: str
     prompt: int
@@ -35,7 +33,7 @@ class Case:
     prompts: int
     samples: int
     tokens: int
-    needed: int = 0
+    needed: int = 0  # bytes of GPU memory that it takes
 
     @property
     def folder(self) -> str:
@@ -99,3 +97,8 @@ def run_tree(check: Check, model: Path, case: Case | None = None, **sections: di
     for name, keys in sections.items():
         tree[name] = tree.get(name, {}) | keys
     return tree
+
+
+def config_of(check: Check, **sections: dict[str, Any]) -> Config:
+    """Return the config of a run on one rank with the random model, which it writes if it is not there."""
+    return validate(run_tree(check, random_model(check), None, **sections))

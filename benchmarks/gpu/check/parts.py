@@ -35,35 +35,25 @@ def gpu_tests() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CheckTask:
-    """One process group with a time limit of its own, so that a task that hangs takes only its own time.
-
-    Attributes:
-        seconds: Time that it has in a check of 10 minutes, however long the tasks before it took; other checks scale it.
-        lines: Names of the lines that it reports; a line that is missing at the end is reported as not measured.
-    """
+    """One process group with a time limit of its own, so that a task that hangs takes only its own time."""
 
     name: str
-    seconds: float
-    lines: tuple[str, ...]
+    seconds: float  # time that it has in a check of 10 minutes, however long the tasks before it took; other checks scale it
+    lines: tuple[str, ...]  # names of the lines that it reports; a line that is missing at the end is reported as not measured
 
 
 @dataclass(frozen=True)
 class CheckPart:
-    """One part of the check: a table.
-
-    Attributes:
-        cpu: Whether it also runs on the platform `cpu`.
-        code: Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs
-            before the task's turn and must not touch the GPU; its result is the second argument of `run`.
-        imports: Modules that its processes import before their turn, which must not touch the GPU either.
-    """
+    """One part of the check: a table."""
 
     name: str
     title: str
     tasks: tuple[CheckTask, ...]
-    cpu: bool = True
+    cpu: bool = True  # whether it also runs on the platform `cpu`
+    # Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs before the
+    # task's turn and must not touch the GPU; its result is the second argument of `run`.
     code: str = ""
-    imports: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()  # modules that its processes import before their turn, which must not touch the GPU either
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -124,7 +114,7 @@ PARTS: tuple[CheckPart, ...] = (
             *(f"fp32, {name}" for name in LAYOUTS), f"fp32, DP2, {WITHOUT_LOGITS}", "fp32, DP2, overlapped",
             *(f"bf16, {name}" for name in LAYOUTS),
         )),
-    ), imports=TRANSFORMERS),
+    ), code="benchmarks.gpu.check.run_training", imports=TRANSFORMERS),
     CheckPart("tests", "Tests that need a GPU (tests/gpu)", _files(gpu_tests()), cpu=False, imports=("pytest", *ACTOR)),
     CheckPart("engines", "Servers that sleep, wake and take FP8 weights", _files(ENGINE_TESTS), cpu=False),
 )  # fmt: skip
@@ -146,10 +136,8 @@ def seconds_of(minutes: float) -> float:
 
 
 def limit(task: CheckTask, later: Sequence[CheckTask], minutes: float, left: float) -> float:
-    """Return the seconds that a task may take: its own, and half of what nobody has a claim to; for the last one, all of it.
-
-    Args:
-        left: Seconds of `seconds_of(minutes)` that are left.
+    """Return the seconds that a task may take, of those that are left of `seconds_of(minutes)`: its own, and half of what
+    nobody has a claim to; for the last one, all of it.
     """
     own, claimed = (minutes / 10 * sum(x.seconds for x in tasks) for tasks in ([task], later))
     spare = max(0.0, left - own - claimed)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import timeline
 from benchmarks.gpu.check.parts import PARTS, CheckPart, CheckTask
 
 NOT_MEASURED = "not measured"
@@ -19,22 +18,18 @@ the card, the day and the commit that it was measured on. A share or a ratio ref
 minute. Without Transformer Engine, an engine and a second card, FP8, vLLM and SGLang on CUDA, and NCCL over several cards are
 not measured. Inside the image the same command runs what it has."""
 COMMIT_DIGITS = 8
+TIMELINE = "gpu_step.png"
 Result = dict[str, Any]  # of one part
 
 
 @dataclass
 class TaskResult:
-    """The result of a task so far.
-
-    Attributes:
-        lines: Its reported lines; the last one of a name counts.
-        why: Reason of the status, and of lines that are missing.
-    """
+    """The result of a task so far."""
 
     task: CheckTask
     status: str
-    lines: Sequence[Mapping[str, Any]]
-    why: str
+    lines: Sequence[Mapping[str, Any]]  # its reported lines; the last one of a name counts
+    why: str  # reason of the status, and of lines that are missing
     more: Mapping[str, Any]
 
     def all_lines(self) -> list[dict[str, Any]]:
@@ -115,8 +110,8 @@ def markdown(results: Sequence[Result]) -> str:
         text += ["", ON_CPU]
     for result in results:
         text += ["", f"## {result['title']}", "", outcome_line(result)]
-        if timeline.traces([result]):
-            text += ["", f"![Share of the time in which each kind of kernel runs]({timeline.FILE})"]
+        if traces([result]):
+            text += ["", f"![Share of the time in which each kind of kernel runs]({TIMELINE})"]
         known = [line for line in result["lines"] if line["status"] != "skipped"]
         if known:
             rows = [("line", "result", "remark"), ("---", "---", "---")]
@@ -150,3 +145,27 @@ def shown(line: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")[:400]
+
+
+def traces(results: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return what `run_step.kernel_times` measured, by the name of its line."""
+    lines = (line for result in results for line in result["lines"])
+    return {line["name"]: line["trace"] for line in lines if line.get("trace", {}).get("timeline")}
+
+
+def draw_timeline(found: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """Draw for each trace the share of the time in which each kind of kernel runs, from the step's start to its end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.6 * len(found)), layout="constrained")
+    axes = figure.subplots(len(found), squeeze=False)[:, 0]
+    kinds = list(dict.fromkeys(kind for trace in found.values() for kind in trace["kinds"]))
+    for ax, (name, trace) in zip(axes, found.items(), strict=True):
+        shares = [[100 * x for x in trace["timeline"].get(kind, ())] for kind in kinds]
+        bins = max(map(len, shares))
+        times = [trace["seconds"] * i / bins for i in range(bins)]
+        ax.stackplot(times, [x or [0.0] * bins for x in shares], labels=kinds, colors=[f"C{i % 10}" for i in range(len(kinds))])
+        ax.set(title=f"{name}: {trace['seconds']:.3g} s", xlim=(0, trace["seconds"]), ylim=(0, 105), ylabel="% of the time")
+    axes[-1].set_xlabel("seconds from the first kernel")
+    axes[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.savefig(file, dpi=110)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from benchmarks.gpu.check.lines import Check
-from benchmarks.gpu.check.pytests import run_file
+from benchmarks.gpu.check.run_tests import run_file
 from tepo_megatron.inference.sglang import default_python
 
 

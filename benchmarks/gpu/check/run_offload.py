@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._ranks import actor_of
 from benchmarks.gpu.check.lines import Check
-from benchmarks.gpu.check.model import case_of
-from benchmarks.gpu.check.one_rank import actor_of
+from benchmarks.gpu.check.model import case_of, config_of
 from benchmarks.gpu.check.steps import rollouts
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.types import TrainBatch
@@ -26,7 +26,8 @@ ROUNDS = 3  # the first one allocates the host memory
 
 def run(check: Check) -> None:
     """Offload and reload the actor, and compare its state before and after."""
-    with actor_of(check) as (actor, cfg):
+    cfg = config_of(check)
+    with actor_of(cfg) as actor:
         _update(check, actor, cfg)
         device, before = actor.groups.device, list(_state(actor))
         full = torch.cuda.memory_allocated() if check.on_gpu else 0

@@ -11,23 +11,25 @@ vocabulary of V, hidden size h, H heads of D channels; causal attention counts t
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import yaml
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks._ranks import one_rank
-from benchmarks.gpu._timing import matmul_rate
-from benchmarks.gpu.check.kernel_times import kernel_times
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.machine import card_of, unknown_card
 from benchmarks.gpu.check.model import Case, case_of, random_model, run_tree
 from benchmarks.gpu.check.parts import STEP_LINES
 from benchmarks.gpu.check.steps import OLD, UPDATES, MeasuredSteps
+from benchmarks.gpu.rows import matmul_rate
 from tepo_megatron.actor.kernels import choose, installed
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
@@ -43,6 +45,20 @@ SQUARE = {"cpu": 128, "cuda": 8192}  # of the product that gives the rate
 TRACED_PROMPTS = 2
 NOT_ALLOCATED = ("fragmentation", "context, NCCL")  # parts of the plan that PyTorch's allocator does not count as tensors
 PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}
+# the first pattern that a kernel's name contains decides
+KINDS = {
+    "attention": r"flash|fmha|attention|cudnn.*sdpa",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
+    "token statistics": r"^_statistics|^_gradient|^_truncated",
+    "compiled SwiGLU": r"^triton_",
+    "norms": r"rms_?norm|layer_?norm|GammaBeta",
+    "optimizer": r"multi_tensor|adam|foreach",
+    "copies": r"memcpy|memset|copy|Cat|cat_|fill",
+    "gather and scatter": r"index|gather|scatter|embedding",
+    "sums": r"reduce",
+    "other elementwise": r"",
+}
+BINS = 400  # of the timeline
 
 
 def run(check: Check) -> None:
@@ -167,4 +183,55 @@ def _report_kernels(check: Check, steps: MeasuredSteps) -> None:
     kinds = ", ".join(f"{kind} {seconds / found.seconds:.1%}" for kind, seconds in found.kinds.items())
     why = f"of {found.seconds:.3g} s of a step with {few} sequences; {kinds}"
     share = 100 * found.busy / found.seconds
-    check.report(f"{check.task}: kernels", "measured", share, "% busy", why, trace=dataclasses.asdict(found))
+    check.report(f"{check.task}: kernels", "measured", share, "% busy", why, trace=asdict(found))
+
+
+@dataclass
+class KernelTimes:
+    """The kernels of one call."""
+
+    seconds: float = 0.0  # from the first kernel's start to the last one's end
+    busy: float = 0.0  # seconds in which at least one kernel ran
+    kinds: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
+    # For each kind the share of each of BINS equal parts of `seconds` in which it ran
+    timeline: dict[str, list[float]] = field(default_factory=dict)
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel by its name."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
+
+
+def kernel_times(call: Callable[[], Any]) -> KernelTimes:
+    """Trace a call on a GPU, and return the times of its kernels; empty if it ran none."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+    return summary([(e.name(), e.start_ns() / 1e9, e.duration_ns() / 1e9) for e in events])
+
+
+def summary(events: list[tuple[str, float, float]]) -> KernelTimes:
+    """Return the times of kernels: name, start and duration of each, in seconds."""
+    if not events:
+        return KernelTimes()
+    events = sorted(events, key=lambda event: event[1])
+    start, end = events[0][1], max(at + seconds for _, at, seconds in events)
+    found, until = KernelTimes(seconds=end - start), start
+    kinds, kernels, width = Counter[str](), Counter[str](), (end - start) / BINS or 1.0
+    timeline = {kind: [0.0] * BINS for kind in KINDS}
+    for name, at, seconds in events:
+        kind = kind_of(name)
+        kinds[kind] += seconds  # type: ignore[assignment]
+        kernels[name[:120]] += seconds  # type: ignore[assignment]
+        found.busy += max(0.0, at + seconds - max(until, at))
+        until = max(until, at + seconds)
+        first, last = (min(BINS - 1, int((t - start) / width)) for t in (at, at + seconds))
+        for i in range(first, last + 1):
+            here = min(at + seconds, start + (i + 1) * width) - max(at, start + i * width)
+            timeline[kind][i] += max(0.0, here) / width
+    found.kinds, found.kernels = dict(kinds.most_common()), dict(kernels.most_common(25))
+    found.timeline = {kind: [round(x, 3) for x in shares] for kind, shares in timeline.items() if any(shares)}
+    return found

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks._ranks import actor_of
 from benchmarks._receiver import Receiver
 from benchmarks._weights import copy_seconds
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.model import case_of
-from benchmarks.gpu.check.one_rank import actor_of
+from benchmarks.gpu.check.model import case_of, config_of
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 
@@ -29,7 +29,8 @@ def prepare(check: Check) -> Receiver:
 
 def run(check: Check, receiver: Receiver) -> None:
     """Push the weights with a transport, then time a plain copy of as many bytes."""
-    with receiver, actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
+    cfg = config_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]})
+    with receiver, actor_of(cfg) as actor:
         nbytes = sum(b.parameter.nbytes for b in actor.bindings)
         with check.line(check.task):
             _push(check, receiver, actor, cfg, nbytes)

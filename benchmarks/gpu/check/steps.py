@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.command import read_model
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.platform import activate
 from tepo_megatron.types import Rollout, TrainBatch
@@ -36,11 +36,7 @@ def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
 
 
 class MeasuredSteps:
-    """Training steps on the same rollouts, as `train.py` makes them.
-
-    Attributes:
-        seconds: Seconds of each step, by phase (OLD, UPDATES), on every rank.
-    """
+    """Training steps on the same rollouts, as `train.py` makes them."""
 
     def __init__(self, cfg: Config, work: Workload) -> None:
         platform = activate(cfg.platform)
@@ -52,6 +48,7 @@ class MeasuredSteps:
         self.groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
         self.actor, self.objective = Actor.open(cfg, self.groups), build_objective(cfg.objective)
         self.on_gpu = cfg.platform == "cuda"
+        # Seconds of each step, by phase (OLD, UPDATES), on every rank
         self.seconds: dict[str, list[float]] = {OLD: [], UPDATES: []}
 
     def begin(self, step: int) -> TrainBatch:

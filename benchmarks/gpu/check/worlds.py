@@ -39,14 +39,10 @@ NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # limits of 1 - cosine of the gra
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Two optimizer steps of a config.
-
-    Attributes:
-        case: The batches, and the fp64 reference's results.
-    """
+    """Two optimizer steps of a config."""
 
     line: str
-    case: cases.Case
+    case: cases.Case  # the batches, and the fp64 reference's results
     layout: dict[str, Any]
     precision: str
     training: dict[str, Any]
@@ -77,11 +73,7 @@ class World:
     """Ranks that wait for jobs. They end with this process at the latest."""
 
     def __init__(self, folder: Path, size: int, staged: bool) -> None:
-        """Start the ranks.
-
-        Args:
-            staged: Whether collectives go through host memory, and the ranks share a device.
-        """
+        """Start the ranks; if staged, they share a device, and collectives go through host memory."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
             waiting = waiting_ranks(size, IMPORTS, folder=self.folder, **{VARIABLE: str(int(staged))})

@@ -29,7 +29,6 @@ class ServerPool:
 
     Attributes:
         refused: Why the weights were refused; the served version is unknown then. Empty: they were not.
-        waiting: Requests that wait for a server, oldest first, each with the server that it avoids.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
@@ -41,6 +40,7 @@ class ServerPool:
         self.sleeping = SleepController(self.changed, quiesce, self.growth, cfg.server.change_seconds)
         self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
+        # Requests that wait for a server, oldest first, each with the server that it avoids
         self.waiting: OrderedDict[asyncio.Future[tuple[ServerSlot[Endpoint], Incarnation]], Endpoint | None] = OrderedDict()
         self._in_flight = self._most_in_flight = 0
         self._update_begun: float | None = None  # of `version`; seconds of the monotonic clock

@@ -84,7 +84,6 @@ class RoutedSampler:
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """Return one prompt's samples."""
         whole = GenerationRequest(prompt, sampling, seed)
         group = await self._answer([whole])
         while lacking := continuations(group, prompt, whole.sampling, seed):
@@ -148,17 +147,17 @@ class LoadMeter:
         """Return state, most requests at once, response tokens per second and restarts of each server, by key of the record."""
         now = time.monotonic()
         seconds, self._read_at = now - self._read_at, now
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for place, slot in enumerate(self._pool.slots):
             endpoint, tokens = slot.endpoint, slot.endpoint.response_tokens
-            found |= {
+            metrics |= {
                 f"server/{place}/up": _up(slot),
                 f"server/{place}/queue": float(endpoint.most_in_flight),
                 f"server/{place}/tokens_per_second": (tokens - self._tokens.get(place, 0)) / max(seconds, 1e-9),
                 f"server/{place}/restarts": float(slot.restart_count),
             }
             self._tokens[place], endpoint.most_in_flight = tokens, endpoint.in_flight
-        return found
+        return metrics
 
 
 def _up(slot: ServerSlot[Endpoint]) -> float:

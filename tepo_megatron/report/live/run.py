@@ -51,10 +51,10 @@ class LiveRun:
         self._cfg, self._summary, self._notes = None, None, []
         path = self.folder / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
-        found = steps_of(parse_lines(data[: data.rfind(b"\n") + 1]))  # a line without its end is still being written
-        self.curves = Curves.of(found.records)
+        steps = steps_of(parse_lines(data[: data.rfind(b"\n") + 1]))  # a line without its end is still being written
+        self.curves = Curves.of(steps.records)
         self._thinned = self.curves.thinned()
-        self._notes += [f"{METRICS_FILE}: {fault}." for fault in found.faults]
+        self._notes += [f"{METRICS_FILE}: {fault}." for fault in steps.faults]
         try:
             self._cfg = load_config(self.folder / "config.yaml")
             self._summary = read_summary(self.folder / "summary.json")

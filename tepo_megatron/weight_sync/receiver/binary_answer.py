@@ -50,27 +50,17 @@ _EXPERT_TYPES = tuple(np.dtype(name) for name in ("u1", "<u2", "<i2", "<i4"))
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sampled response.
+    """One sampled response."""
 
-    Attributes:
-        finish_reason: "stop", "length" or "abort"; another reason arrives as "other".
-        label: Label of the weights that sampled it, cut at 40 bytes. Empty: unknown, or nothing was sampled.
-        prompt_tokens: Number of tokens of the prompt, as the engine saw it.
-        prompt_crc: `ids_crc` of the prompt's tokens, as the engine saw them. None: unknown.
-        ids_T: int32 response token ids.
-        logprobs_T: fp32 log-probs in nats.
-        experts: Integer [input tokens, layers, experts per token], or flat if the engine does not tell the shape. None: none.
-        masks: int32 ids of the sampling masks of all tokens, one after the other, and int32 number of ids of each token. None:
-            none.
-    """
-
-    finish_reason: str
-    label: str
-    prompt_tokens: int
-    prompt_crc: int | None
-    ids_T: NDArray[np.int32]
-    logprobs_T: NDArray[np.float32]
+    finish_reason: str  # "stop", "length" or "abort"; another reason arrives as "other"
+    label: str  # label of the weights that sampled it, cut at 40 bytes. Empty: unknown, or nothing was sampled.
+    prompt_tokens: int  # number of tokens of the prompt, as the engine saw it
+    prompt_crc: int | None  # `ids_crc` of the prompt's tokens, as the engine saw them. None: unknown.
+    ids_T: NDArray[np.int32]  # int32 response token ids
+    logprobs_T: NDArray[np.float32]  # fp32 log-probs in nats
+    # Integer [input tokens, layers, experts per token], or flat if the engine does not tell the shape. None: none.
     experts: NDArray[Any] | None = None
+    # int32 ids of the sampling masks of all tokens, one after the other, and int32 number of ids of each token. None: none.
     masks: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
 
 

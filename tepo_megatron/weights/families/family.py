@@ -52,16 +52,13 @@ class WeightMapping:
     """A row of the table of tensors: a Megatron parameter name <-> HF tensor names.
 
     In names, `{layer}` is the layer's index in the whole model and `{expert}` the expert's index.
-
-    Attributes:
-        op: converts the tensors in both directions.
-        layers: the layers that have the parameter. Every layer is either dense or sparse (with experts), and has either full
-            attention or linear attention.
     """
 
     megatron: str
     hf: tuple[str, ...]
-    op: Op
+    op: Op  # converts the tensors in both directions
+    # the layers that have the parameter. Every layer is either dense or sparse (with experts), and has either full attention or
+    # linear attention.
     layers: Layers = "all"
 
     def is_in(self, arch: Architecture, layer: int) -> bool:
@@ -80,45 +77,32 @@ class WeightMapping:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family.
-
-    Attributes:
-        required: the family's own config fields that change the computation, with the values that are supported.
-        no_effect: the family's own config fields that do not change log-probs.
-        mapped: the config fields that `read_experts` reads.
-        defaults: values of absent fields, as transformers has them, where published files omit the field or it matters.
-        default_theta: the same for RoPE's theta; None: the config must state it.
-        qk_norm: whether q and k have RMS norms per head.
-        qkv_bias: whether q, k and v have biases.
-        read_experts: reads the mixture of experts from a HF config; None for dense families.
-        read_linear_attention: reads the gated delta rule from a HF config; None for families without it.
-        attention_output_gate: whether attention has an output gate.
-        zero_centered_norms: whether RMS norms multiply by 1 + w.
-        default_rotary_percent: part of a head's channels that RoPE rotates; None: all, and the config cannot change it.
-        text_config: field of config.json that holds the config of the text model; None: config.json itself is that config.
-        outer_fields: the fields next to `text_config` that do not change log-probs of text.
-        ignored_tensors: pattern of HF tensors that old files hold and transformers ignores.
-        carried_tensors: pattern of HF tensors that are not loaded. An export copies them from the base model.
-    """
+    """A model family."""
 
     name: str
     rows: tuple[WeightMapping, ...]
+    # the family's own config fields that change the computation, with the values that are supported
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    no_effect: frozenset[str] = frozenset()
-    mapped: frozenset[str] = frozenset()
+    no_effect: frozenset[str] = frozenset()  # the family's own config fields that do not change log-probs
+    mapped: frozenset[str] = frozenset()  # the config fields that `read_experts` reads
+    # values of absent fields, as transformers has them, where published files omit the field or it matters
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    default_theta: float | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
+    default_theta: float | None = None  # the same for RoPE's theta; None: the config must state it
+    qk_norm: bool = False  # whether q and k have RMS norms per head
+    qkv_bias: bool = False  # whether q, k and v have biases
+    # reads the mixture of experts from a HF config; None for dense families
     read_experts: Callable[[Mapping[str, Any]], Experts] | None = None
+    # reads the gated delta rule from a HF config; None for families without it
     read_linear_attention: Callable[[Mapping[str, Any]], LinearAttention] | None = None
-    attention_output_gate: bool = False
-    zero_centered_norms: bool = False
+    attention_output_gate: bool = False  # whether attention has an output gate
+    zero_centered_norms: bool = False  # whether RMS norms multiply by 1 + w
+    # part of a head's channels that RoPE rotates; None: all, and the config cannot change it
     default_rotary_percent: float | None = None
+    # field of config.json that holds the config of the text model; None: config.json itself is that config
     text_config: str | None = None
-    outer_fields: frozenset[str] = frozenset()
-    ignored_tensors: str = r"(?!)"
-    carried_tensors: str = r"(?!)"
+    outer_fields: frozenset[str] = frozenset()  # the fields next to `text_config` that do not change log-probs of text
+    ignored_tensors: str = r"(?!)"  # pattern of HF tensors that old files hold and transformers ignores
+    carried_tensors: str = r"(?!)"  # pattern of HF tensors that are not loaded. An export copies them from the base model.
 
     @property
     def embedding(self) -> str:

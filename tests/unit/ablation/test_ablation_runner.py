@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tepo_megatron.ablation import ablate
+from tepo_megatron.ablation import ablate, cells, to_json, verdict
 from tepo_megatron.ablation.plan import read_plan
 from tepo_megatron.ablation.results import MethodRow
-from tepo_megatron.ablation.table import cells, to_json, verdict
 from tepo_megatron.config import Config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, RolloutError

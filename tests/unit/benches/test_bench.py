@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import layouts, packing, token_stats
-from benchmarks.results import OURS, ROWS, Measure, Object, Target, load, merged, save, table
+from benchmarks import packing, token_stats
+from benchmarks.results import OURS, ROWS, Measure, Object, SuiteOptions, Target, load, merged, save, table
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/cpu.json"
@@ -64,12 +64,12 @@ def test_memory_and_bytes_moved_are_no_worse_than_committed() -> None:
 
 
 def test_packing_and_padding_are_no_worse_than_committed() -> None:
-    check(packing.measures(planners=[OURS]), {6})
+    check(packing.measures(SuiteOptions(), planners=[OURS]), {6})
 
 
 @pytest.mark.full
 def test_collectives_are_no_worse_than_committed() -> None:
-    check(layouts.measure(), {4})
+    check(token_stats.collectives(), {4})
 
 
 def test_a_target_compares_ours_with_a_peer() -> None:
@@ -107,7 +107,7 @@ def test_the_rows_of_the_gpu_compute_on_a_cpu() -> None:
     """Inputs, calls, targets and table at a small size; the weight's gradient of both forms of ours is the plain one's."""
     from benchmarks.gpu.rows import TARGETS, layer_of, measure, our_layer, plain_formula, unfused_layer
 
-    found = list(measure(None, torch.device("cpu"), rows=8, vocab=40, hidden=16, repetitions=1, square=16))
+    found = list(measure(torch.device("cpu"), rows=8, vocab=40, hidden=16, repetitions=1, square=16))
     assert [m.row for m in found] == [8, 8, 9, 9] and all(m.ours for m in found)
     assert [m.targets for m in found] == [(), TARGETS[8], (), TARGETS[9]]
     assert found[3].met is not None and "verl" not in found[0].peers

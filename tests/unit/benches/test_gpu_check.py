@@ -14,12 +14,11 @@ import torch
 import yaml
 
 from benchmarks._token_stats_peers import FORMS, plain_formula
-from benchmarks.gpu.check import command, lines, machine, report, timeline, worlds
-from benchmarks.gpu.check.kernel_times import BINS, summary
+from benchmarks.gpu.check import command, lines, machine, report, worlds
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import run_tree
 from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, line_names, selected
-from benchmarks.gpu.check.run_step import attention_words
+from benchmarks.gpu.check.run_step import BINS, attention_words, summary
 from tepo_megatron.actor import precision
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
@@ -214,7 +213,7 @@ def run_tests_of(folder: Path, name: str) -> tuple[int, list[dict[str, Any]]]:
     """Run a file of tests as a task does; return the exit status and all reported lines."""
     code = (
         "import sys; from pathlib import Path; from benchmarks.gpu.check.lines import Check; "
-        "from benchmarks.gpu.check.pytests import run_file; folder = Path(sys.argv[1]); "
+        "from benchmarks.gpu.check.run_tests import run_file; folder = Path(sys.argv[1]); "
         "run_file(Check('cpu', sys.argv[2], folder, folder / 'lines', 1e9), sys.argv[1])"
     )
     words = [sys.executable, "-c", code, str(folder), name]
@@ -277,6 +276,6 @@ def test_the_timeline_of_a_traced_step(tmp_path: Path) -> None:
     assert sum(times.timeline["matrix products"]) == pytest.approx(BINS / 2, rel=0.01)
     line = {"name": "a step: kernels", "status": "measured", "value": 91.0, "unit": "%", "why": "", "trace": vars(times)}
     result = report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "passed", [line], "", {})])
-    assert f"]({timeline.FILE})" in report.markdown([result])
-    timeline.draw(timeline.traces([result]), tmp_path / timeline.FILE)
-    assert (tmp_path / timeline.FILE).stat().st_size > 5000
+    assert f"]({report.TIMELINE})" in report.markdown([result])
+    report.draw_timeline(report.traces([result]), tmp_path / report.TIMELINE)
+    assert (tmp_path / report.TIMELINE).stat().st_size > 5000

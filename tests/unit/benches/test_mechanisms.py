@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks._chain_task import MAX_SYMBOLS, PROMPTS, ChainTask, all_prompts, closed_form, logprobs, sample, start_policies
-from benchmarks._mechanisms_report import markdown
 from benchmarks._predictions import PREDICTIONS, Prediction, judge
-from benchmarks.mechanisms import ARMS, OUT, QUICK, REGIMES, SEEDS, main, train
+from benchmarks.mechanisms import ARMS, OUT, QUICK, REGIMES, SEEDS, main, markdown, train
 
 COMMITTED = json.loads(OUT.read_text())
 SHORT = {"steps": 150}  # of the start policies

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
+from tepo_megatron.actor.linear_kernels import packed_convolution, positions
 from tepo_megatron.ops.gated_delta_rule import SequenceChunks, gated_delta_rule, normalize
-from tepo_megatron.ops.packed_convolution import packed_convolution, positions
 from tests.reference.hybrid import widen
 
 TOLERANCE = 1e-10

@@ -143,7 +143,7 @@ def test_the_problems_that_changed_most(run: RunRecord, tmp_path: Path) -> None:
 def test_a_paired_difference_by_hand() -> None:
     """Changes 100, 0, 0 and 100 points: mean 50, deviation 57.7, so 3.182 (Student, 3) * 57.7 / 2 to each side, at most 100."""
     found = change({0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}, {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0})
-    assert found is not None and found.mean == 50 and found.interval == pytest.approx((-41.87, 100), abs=0.01)
+    assert found is not None and found.mean == 0.5 and found.interval == pytest.approx((-0.4187, 1), abs=1e-4)
     assert (found.better, found.worse, found.same, found.verdict) == (2, 0, 2, "within noise")
     assert change({0: 1.0}, {1: 1.0}) is None and change({}, {}) is None
     single = change({0: 1.0}, {0: 0.0})

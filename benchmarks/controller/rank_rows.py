@@ -1,22 +1,38 @@
-"""Measure what each rank does with the rollouts of a step: flat tensors, minibatches, packing."""
+"""Measure what ranks do with the rollouts of a step: how they arrive, and flat tensors, minibatches, packing.
+
+The hand-over is measured at both ends, the sender and a receiver, over gloo on loopback:
+python -m benchmarks.controller.rank_rows STORE SIZES     (the receiver, which the sender starts)
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from benchmarks.controller import Point, fastest
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, boxed, lengths
 from benchmarks.controller.engine_rows import CAP, MEAN, PROMPT_TOKENS, SAMPLES
-from benchmarks.controller.measuring import Point, fastest
+from benchmarks.results import ROOT
+from tepo_megatron.controller.batch_memory import BatchMemory
+from tepo_megatron.controller.batch_receiver import read
+from tepo_megatron.distributed.objects import broadcast_object
 from tepo_megatron.losses.advantages import group_advantages
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.types import Rollout, TokenStats, TrainBatch
 
+SECONDS = 300.0  # limit of each collective, and of the receiver's end
 MICROBATCH = 32_768  # tokens
 PACK_DP = 8  # the data-parallel ranks of which one packs
 
@@ -73,3 +89,64 @@ def _filled(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         found[-1].append(i)
         used += sizes[i]
     return found
+
+
+def send(rollouts: Sequence[Rollout], group: dist.ProcessGroup) -> None:
+    """Hand the rollouts to the other rank of the group, as the rollout service does: a file in memory, and its header."""
+    memory = BatchMemory()
+    header = memory.write(rollouts, {}, {})
+    broadcast_object(header, group)
+    dist.barrier(group)
+    memory.release(header.path)
+
+
+def receive(group: dist.ProcessGroup) -> list[Rollout]:
+    """Return the rollouts that rank 0 sent."""
+    header = broadcast_object(None, group)
+    assert header is not None
+    rollouts = read(header, header.path, header.experts_path)
+    dist.barrier(group)
+    return rollouts
+
+
+def hand_over(sizes: Sequence[float]) -> dict[str, list[Point]]:
+    """Measure one step's hand-over at each size. Returns the points of the sender and of the receiver."""
+    with tempfile.TemporaryDirectory(prefix="hand-over-") as folder:
+        store = Path(folder) / "store"
+        command = [sys.executable, "-m", "benchmarks.controller.rank_rows", str(store), json.dumps(list(sizes))]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as other:
+            try:
+                group = _join(store, 0)
+                sent = []
+                for size in sizes:
+                    rollouts = make_rollouts(size)
+                    dist.barrier(group)
+                    sent.append(fastest(size, partial(send, rollouts, group)))
+                out, _ = other.communicate(timeout=SECONDS)
+            except BaseException:
+                other.kill()
+                raise
+        dist.destroy_process_group()
+    return {"sender": sent, "receiver": [Point(*point) for point in json.loads(out)]}
+
+
+def _join(store: Path, rank: int) -> dist.ProcessGroup:
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=limit)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _main(store: Path, sizes: Sequence[float]) -> None:
+    group, found = _join(store, 1), []
+    for size in sizes:
+        dist.barrier(group)
+        point = fastest(size, lambda: receive(group))
+        found.append((point.size, point.cpu_seconds))
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), json.loads(sys.argv[2]))
