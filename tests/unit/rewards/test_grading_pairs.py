@@ -1,11 +1,14 @@
 """Right and wrong answers of every kind, as a careful marker would grade them, and as math-verify alone does.
 
-The tables are in tests/data, one pair a line: `gold === answer` is right, `gold =/= answer` is wrong. In grading_pairs.txt,
-what can be argued over is labelled as docs/rewards.md says: a percentage may stand for its number with or without the sign, a unit
-that the gold answer does not ask for may be named, and another one than its own where the quantity is the same; decimals count
-where they agree to six places. benchmark_pairs.txt has the notations of seven benchmarks, and numbers and units as datasets and
-models write them. Both are our own. The second was written before the grader was changed to it, from what the answers mean and
-not from what the grader did.
+The tables are in tests/data, one pair a line: `gold === answer` is right, `gold =/= answer` is wrong.
+
+* grading_pairs.txt: what can be argued over is labelled as docs/rewards.md says: a percentage may stand for its number with or
+  without the sign, a unit that the gold answer does not ask for may be named, and another one than its own where the quantity
+  is the same; decimals count where they agree to six places.
+* benchmark_pairs.txt: the notations of seven benchmarks, and numbers and units as datasets and models write them. It was
+  written before the grader was changed to it, from what the answers mean and not from what the grader did.
+
+Both are our own.
 """
 
 from __future__ import annotations
