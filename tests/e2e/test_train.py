@@ -57,9 +57,9 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
         assert 0 < r["rollout/kept_groups"] <= 32 and r["actor/grad_norm"] > 0
         assert r["tepo/ratio_p01"] <= r["tepo/ratio_p50"] <= r["tepo/ratio_p99"]
 
+    audit = tepo("audit", run, "--step", str(STEPS))
+    assert audit.wait(60) == 0 and "everything agrees" in audit.output, audit.output
     for step in range(1, STEPS + 1):
-        audit = tepo("audit", run, "--step", str(step))
-        assert audit.wait(60) == 0 and "everything agrees" in audit.output, audit.output
         assert audit_step(run, step).logged_loss == records[step - 1]["loss/total"]
 
     summary = json.loads((run / "summary.json").read_text())
@@ -76,10 +76,6 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     assert AutoTokenizer.from_pretrained(run / "hf").encode("9+5-7?\n") == AutoTokenizer.from_pretrained(base).encode(
         "9+5-7?\n"
     )
-
-    again = tepo(*arguments(base, name="whole"))
-    assert again.wait(240) == 1
-    assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
 
 
 @pytest.mark.full

@@ -197,35 +197,6 @@ def test_a_context_that_does_not_fit_is_refused_before_an_engine_starts(
     assert engines.launches == []
 
 
-@pytest.mark.full
-def test_two_evaluations_are_compared(
-    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a = run(request(model, tmp_path / "a", evaluation__benchmarks="[aime24, minerva]"), print, engines)
-    words = {"evaluation__benchmarks": "[aime24]", "evaluation__benchmark_samples": 4, "seed": 5}
-    b = run(request(model, tmp_path / "b", against=a, **words), print, engines)
-    means = [read_record(folder)["benchmarks"]["aime24"]["result"]["accuracy"]["mean"] for folder in (b, a)]
-    expected = f"{100 * (means[0] - means[1]):+.2f}"
-    assert expected in capsys.readouterr().out and expected in (b / "evaluation.md").read_text()
-    assert cli.main(["compare", str(b), str(a)]) == 0
-    printed = capsys.readouterr().out
-    lines = (b / "aime24.jsonl").read_bytes().splitlines(keepends=True)
-    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # the first and the last problem lack a sample
-    assert cli.main(["compare", str(b), str(a)]) == 0
-    problems = len({sample.problem for sample in read_samples(a / "aime24.jsonl")})
-    assert f"compared on the {problems - 2} problems that both have" in " ".join(capsys.readouterr().out.split())
-    assert expected in printed and "AIME24: the two runs also differ in samples" in printed and "Minerva" not in printed
-
-    assert cli.main(["compare", str(b), str(tmp_path)]) == 1
-    assert "evaluation.json: cannot read the evaluation" in capsys.readouterr().err
-    c = run(request(model, tmp_path / "c", evaluation__benchmarks="[minerva]"), print, engines)
-    assert cli.main(["compare", str(b), str(c)]) == 1
-    assert "no benchmark in common" in capsys.readouterr().err
-    with pytest.raises(DataError, match="cannot read the evaluation"):
-        run(request(model, tmp_path / "d", against=tmp_path / "nowhere"), print, engines)
-    assert not (tmp_path / "d").exists()
-
-
 def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> None:
     recipe = "examples/paper/models/mistral-7b.yaml"
     alone, from_recipe = settings(request(model, tmp_path)), settings(request(model, tmp_path, config=recipe, name="x"))
