@@ -158,21 +158,6 @@ def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path,
 
 
 @pytest.mark.full
-def test_a_killed_rollout_service_ends_the_run_and_its_servers(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(base, name="served", training__steps=500))
-    path = tmp_path / "runs" / "served" / "metrics.jsonl"
-    command.until(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=180)
-    service = next(line for line in command.left_over() if "-m tepo_megatron.controller.service" in line)
-    os.kill(int(service.split()[0]), signal.SIGKILL)
-    assert command.wait(120) == 1
-    said = f"tepo: error: rank 0: the rollout service (pid {service.split()[0]}) was ended by SIGKILL"
-    assert command.output.count("tepo: error: rank 0:") == 1 and said in " ".join(command.output.split()), command.output
-    assert "Traceback" not in command.output
-    command.assert_nothing_left()
-    assert len(metrics_of(path.parent)) >= 2  # every line parses
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
     """16 steps on two servers, of which one is killed and then one frozen: every prompt is learned from exactly once."""
