@@ -80,8 +80,9 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     by_part = found(tmp_path / "out")
     assert list(by_part) == [part.name for part in PARTS]
+    lacking = set() if (ROOT / ".cache/demo/seed-0").exists() else {"loop"}  # the model of `make demo`, which it names
     for part in PARTS:
-        assert by_part[part.name]["status"] == ("passed" if part.cpu else "skipped"), part.name
+        assert by_part[part.name]["status"] == ("passed" if part.cpu and part.name not in lacking else "skipped"), part.name
         assert {line["name"] for line in by_part[part.name]["lines"]} == set(part.lines)
         assert all(line["status"] != "skipped" or line["why"] for line in by_part[part.name]["lines"])
     ran = {line["name"] for line in by_part["layouts"]["lines"] if line["status"] == "passed"}
