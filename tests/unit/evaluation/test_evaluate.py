@@ -135,44 +135,46 @@ def _other_weights(folder: Path) -> None:
     change_tensors(folder, lambda weights: weights["model.norm.weight"].add_(1))
 
 
-@pytest.mark.parametrize(
-    ("change", "words", "name"),
-    [
-        (_another_template, {}, "model.path: the chat template"),
-        (_another_tokenizer, {}, "model.path: the tokenizer"),
-        (_other_weights, {}, "its weights"),
-        (None, {"seed": 1}, "seed"),
-        (None, {"rollout__stop_token_ids": "[7]"}, "stop tokens"),
-        (None, {"evaluation__benchmark_samples": 2}, "amc: samples"),
-        (None, {"evaluation__benchmark_tokens": 40}, "amc: max_tokens"),
-        ("problem", {}, "amc: its prompts and answers"),
-        ("answer", {}, "amc: its prompts and answers"),
-    ],
-)
-def test_a_resume_with_something_else_is_refused(
-    model: Path, engines: Engines, tmp_path: Path, change: Any, words: dict[str, Any], name: str
-) -> None:
+OTHERS: list[tuple[Any, dict[str, Any], str]] = [
+    (_another_template, {}, "model.path: the chat template"),
+    (_another_tokenizer, {}, "model.path: the tokenizer"),
+    (_other_weights, {}, "its weights"),
+    (None, {"seed": 1}, "seed"),
+    (None, {"rollout__stop_token_ids": "[7]"}, "stop tokens"),
+    (None, {"evaluation__benchmark_samples": 2}, "amc: samples"),
+    (None, {"evaluation__benchmark_tokens": 40}, "amc: max_tokens"),
+    ("problem", {}, "amc: its prompts and answers"),
+    ("answer", {}, "amc: its prompts and answers"),
+]
+
+
+def test_a_resume_with_something_else_is_refused(model: Path, engines: Engines, tmp_path: Path) -> None:
     """Else one folder would hold benchmarks of two protocols, tokenizers or data."""
-    own = Path(shutil.copytree(model, tmp_path / "model"))
+    own, data = tmp_path / "model", tmp_path / "amc.jsonl"
     rows = [json.loads(line) for line in Path("tests/problems/amc.jsonl").read_text().splitlines()]
-    path = tmp_path / "amc.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     short = {
         "evaluation__benchmarks": "[amc]",
         "evaluation__benchmark_samples": 1,
         "evaluation__benchmark_folder": str(tmp_path),
     }
+
+    def write(first: dict[str, Any]) -> None:
+        """Put the model there as it was, and the rows with another first one."""
+        shutil.copytree(model, own, dirs_exist_ok=True)
+        data.write_text("".join(json.dumps(row) + "\n" for row in [first, *rows[1:]]))
+
+    write(rows[0])
     out = run(request(own, tmp_path / "out", **short), print, engines)
-    run(request(own, out, **short, resume="true"), print, engines)
-    if isinstance(change, str):
-        rows[0][change] = "1"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif change is not None:
-        change(own)
     before = (out / "amc.jsonl").read_bytes()
-    with pytest.raises(DataError, match=f"{name} was .* and is .*; resume with what it was, give another --out"):
-        run(request(own, out, **short | words, resume="true"), print, engines)
-    assert (out / "amc.jsonl").read_bytes() == before
+    for change, words, name in OTHERS:
+        write(rows[0] | ({change: "1"} if isinstance(change, str) else {}))
+        if callable(change):
+            change(own)
+        with pytest.raises(DataError, match=f"{name} was .* and is .*; resume with what it was, give another --out"):
+            run(request(own, out, **short | words, resume="true"), print, engines)
+        assert (out / "amc.jsonl").read_bytes() == before
+    write(rows[0])
+    run(request(own, out, **short, resume="true"), print, engines)
 
 
 @pytest.mark.parametrize(
