@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tepo_megatron.config import DataConfig
+from tepo_megatron.data import LoadedPrompts, load_prompts
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -38,3 +42,9 @@ def write(path: Path, *rows: object) -> Path:
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
+
+
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
+    """Read one set as the config says."""
+    cfg = DataConfig(train=str(path), **data)
+    return load_prompts(cfg.sets[0], cfg, tokenizer)

@@ -54,16 +54,6 @@ def measured(steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def fine_tuned(steps: int) -> list[dict[str, Any]]:
-    """Return plausible records of a run of `tepo sft`: the held-out loss at every second update but the last."""
-    return [
-        {"step": s, "sft/loss": 1.0 / s, "sft/eval_loss": 1.1 / s if s % 2 == 0 and s < steps else None, "sft/epoch": s / 4}
-        | {"sft/learned_tokens": 100.0 + s, "actor/grad_norm": 0.5, "packing/padding_share": 0.1}
-        | {"seconds/update": 0.5, "seconds/total": 0.6, "tokens_per_second": 900.0}
-        for s in range(1, steps + 1)
-    ]
-
-
 def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int], score: float, **others: Any) -> Rollout:
     length = len(prompt_ids) + len(response_ids)
     fields = {"policy_version": 0, "stop_reason": "stop", "answer": "7", "status": "exact" if score else "wrong"} | others

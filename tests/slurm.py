@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +22,6 @@ from tests.hosts import Host
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 REQUEUE_SECONDS = 5  # no job is started again before the credentials of its former start expire: two minutes by default
-_CGROUP_FOLDER = Path("/sys/fs/cgroup")
-_CONTROLLERS = ("devices", "freezer", "memory")
-_CGROUPS = f"""
-CgroupMountpoint={_CGROUP_FOLDER}
-CgroupPlugin=cgroup/v1
-ConstrainDevices=yes
-ConstrainRAMSpace=yes
-"""
-_NVIDIA = 195  # major number of the devices of NVIDIA's driver
 LOST_SECONDS = 10  # without an answer of its daemon, until a machine is taken for lost: five minutes by default
 
 
@@ -41,14 +31,6 @@ def missing() -> str | None:
     if lacking:
         return f"{', '.join(lacking)} not installed (Debian: slurm-wlm, munge)"
     return None if os.geteuid() == 0 else "slurmd needs root to start tasks"
-
-
-def no_cgroups() -> str | None:
-    """Return why Slurm cannot use cgroups here; None if it can."""
-    for name in _CONTROLLERS:
-        if not os.access(_CGROUP_FOLDER / name / "cgroup.procs", os.W_OK):
-            return f"no cgroup v1 of {name} that this user may write"
-    return None
 
 
 @dataclass(frozen=True)
@@ -150,7 +132,7 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def running(folder: Path, machines: int, gpus: int = 0, hosts: Sequence[Host] = (), cgroups: bool = False) -> Iterator[Slurm]:
+def running(folder: Path, machines: int, gpus: int = 0, hosts: Sequence[Host] = ()) -> Iterator[Slurm]:
     """Run a Slurm until the end of the block; then nothing of it is left."""
     addresses = [hosts[i % len(hosts)].address if hosts else "127.0.0.1" for i in range(machines)]
     host, free = socket.gethostname(), [free_port() for _ in range(machines + 1)]
@@ -172,8 +154,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/{"cgroup" if cgroups else "linuxproc"}
-TaskPlugin=task/{"cgroup" if cgroups else "none"}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
 SlurmdParameters=config_overrides
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -187,15 +169,9 @@ SchedulerParameters=bf_interval=1,sched_interval=2
     if gpus:
         settings += "GresTypes=gpu\n"
         for i in range(gpus):
-            if cgroups:
-                os.mknod(folder / f"gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(_NVIDIA, i))
-            else:
-                (folder / f"gpu{i}").touch()
+            (folder / f"gpu{i}").touch()
         devices = "".join(f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" for name in names)
         (folder / "gres.conf").write_text(devices)
-    if cgroups:
-        (folder / "cgroup.conf").write_text(_CGROUPS)
-        settings += f"FirstJobId={secrets.randbelow(60_000) + 1}\n"  # of which the folders of the kernel are named
     settings += "".join(
         f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=1 RealMemory=1000{gres} State=UNKNOWN\n"
         for name, address, port in zip(names, addresses, free[1:], strict=True)
@@ -207,8 +183,6 @@ SchedulerParameters=bf_interval=1,sched_interval=2
     munge = [f"--{word}={folder}/munge/{name}" for word, name in files.items()]
     with contextlib.ExitStack() as stack:
         slurm = Slurm(folder, environment, stack, hosts=hosts)
-        if cgroups:
-            stack.callback(_remove_cgroups, names)
         slurm.start("munged", ["munged", "--foreground", "--force", "--num-threads=1", *munge])
         _until(lambda: (folder / "munge" / "socket").exists(), "munged is not up")
         slurm.start("slurmctld", [*slurm.enter, "slurmctld", "-D", "-f", f"{folder}/slurm.conf"])
@@ -221,13 +195,6 @@ SchedulerParameters=bf_interval=1,sched_interval=2
             for job in slurm.call("squeue", "--noheader", "--format", "%i").split():
                 slurm.call("scancel", job)
             _until(lambda: not slurm.call("squeue", "--noheader"), "jobs are left", slurm)
-
-
-def _remove_cgroups(machines: Sequence[str]) -> None:
-    for top in (_CGROUP_FOLDER / name / f"slurm_{machine}" for name in _CONTROLLERS for machine in machines):
-        for path in sorted((path for path in top.glob("**/") if path.is_dir()), reverse=True):
-            with contextlib.suppress(OSError):  # of another Slurm
-                path.rmdir()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -4,8 +4,8 @@ NCCL refuses two ranks on one GPU, and gloo itself takes GPU tensors only in a f
 ranks of `tests/processes.py` therefore use gloo, and all of them GPU 0. Each collective runs in three steps: copy its inputs to
 host memory, run gloo there, copy its outputs back. The code above the collectives is the same as on several GPUs.
 
-On the platform `cpu` the same variable stages every tensor. That adds copies and nothing else, and tests this file without a
-GPU: tests/parallel/test_staged_gloo.py.
+On the platform `cpu` the same variable stages every tensor. That adds copies and nothing else, and tries this file without a
+GPU: tests/unit/benches/test_gpu_check.py.
 """
 
 import contextlib

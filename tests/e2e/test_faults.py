@@ -16,17 +16,10 @@ from safetensors.torch import load_file
 
 import tepo_megatron.inference.engines  # noqa: F401  its annotations name Popen, which a test below replaces
 from tepo_megatron import cli
-from tests.e2e.conftest import write_model
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
 BOUND = 60.0  # seconds: less than the time-out of a collective, for which a rank that nobody ends would wait
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a dataset: none of these runs gets as far as asking it anything."""
-    return write_model(tmp_path_factory.mktemp("model"), layers=4)
 
 
 def refused(command, *phrases: str) -> None:
@@ -37,9 +30,9 @@ def refused(command, *phrases: str) -> None:
     command.assert_nothing_left()
 
 
-def test_refused_before_any_process_starts(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_refused_before_any_process_starts(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     phrase = "parallel.tp=4 does not divide num_query_groups=2; use 1 or 2"
-    refused(tepo(*arguments(model, parallel__tp=4)), phrase)
+    refused(tepo(*arguments(random_model, parallel__tp=4)), phrase)
     assert not (tmp_path / "runs").exists()
 
 
@@ -54,7 +47,7 @@ def test_refused_before_any_process_starts(tepo, arguments, model: Path, tmp_pat
 )
 def test_refused_without_a_process(
     arguments,
-    model: Path,
+    random_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -67,7 +60,7 @@ def test_refused_without_a_process(
         raise AssertionError(f"{words} was started")
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert cli.main(arguments(model, **overrides)) == 1
+    assert cli.main(arguments(random_model, **overrides)) == 1
     output = "".join(capsys.readouterr())
     assert phrase in output and output.count("tepo: error:") == 1 and "Traceback" not in output, output
     assert not (tmp_path / "runs").exists()
@@ -82,9 +75,9 @@ def test_a_truncated_checkpoint_is_refused(tepo, arguments, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu(tepo, arguments, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a machine with GPUs too
-    refused(tepo(*arguments(model, platform="cuda")), "platform")
+    refused(tepo(*arguments(random_model, platform="cuda")), "platform")
 
 
 SHORT = {
@@ -108,32 +101,35 @@ def fault(command, run: Path, *phrases: str, steps: int) -> None:
 
 
 @pytest.mark.full
-def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT, name="uniform"), engine="uniform")
+def test_steps_without_an_informative_group_change_nothing_and_go_on(
+    tepo, arguments, random_model: Path, tmp_path: Path
+) -> None:
+    command = tepo(*arguments(random_model, **SHORT, name="uniform"), engine="uniform")
     assert command.wait(2 * BOUND) == 0, command.output
     records = whole_lines(tmp_path / "runs" / "uniform")
     assert len(records) == 6 and all(r["rollout/kept_groups"] == 0 and r["loss/total"] is None for r in records)
     trained, base = (
-        load_file(path) for path in (next((tmp_path / "runs/uniform/hf").glob("*.safetensors")), model / "model.safetensors")
+        load_file(path)
+        for path in (next((tmp_path / "runs/uniform/hf").glob("*.safetensors")), random_model / "model.safetensors")
     )
     assert all(torch.equal(trained[name], base[name]) for name in base)
 
 
 @pytest.mark.full
-def test_a_loss_that_is_not_a_number_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT, optimizer__lr="1e30", name="nan"), engine="good")
+def test_a_loss_that_is_not_a_number_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(random_model, **SHORT, optimizer__lr="1e30", name="nan"), engine="good")
     fault(command, tmp_path / "runs" / "nan", "is nan in step 1, update 1", "optimizer.lr", steps=0)
 
 
 @pytest.mark.full
-def test_a_server_that_dies_in_mid_run_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT, name="dies"), engine="dies")
+def test_a_server_that_dies_in_mid_run_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(random_model, **SHORT, name="dies"), engine="dies")
     fault(command, tmp_path / "runs" / "dies", "inference server was killed by SIGKILL", steps=1)
 
 
 @pytest.mark.full
-def test_a_killed_rank_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
+def test_a_killed_rank_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(random_model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
     run = tmp_path / "runs" / "killed"
     command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
     os.kill(command.ranks()[-1], signal.SIGKILL)
@@ -142,8 +138,8 @@ def test_a_killed_rank_ends_the_run(tepo, arguments, model: Path, tmp_path: Path
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
+def test_ctrl_c_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(random_model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
     run = tmp_path / "runs" / "stopped"
     command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
     command.interrupt()
@@ -154,8 +150,8 @@ def test_ctrl_c_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_a_start_that_was_refused_does_not_block_its_name(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    refused(tepo(*arguments(model, data__train=tmp_path / "missing.jsonl", name="again")), "missing.jsonl")
-    command = tepo(*arguments(model, **SHORT | {"training__steps": 1}, name="again"), engine="good")
+def test_a_start_that_was_refused_does_not_block_its_name(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    refused(tepo(*arguments(random_model, data__train=tmp_path / "missing.jsonl", name="again")), "missing.jsonl")
+    command = tepo(*arguments(random_model, **SHORT | {"training__steps": 1}, name="again"), engine="good")
     assert command.wait(2 * BOUND) == 0, command.output
-    refused(tepo(*arguments(model, name="again")), "holds a run already")
+    refused(tepo(*arguments(random_model, name="again")), "holds a run already")

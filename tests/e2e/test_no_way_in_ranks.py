@@ -5,14 +5,12 @@ Servers and routes have tests of their own.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_faults import SHORT
+from tests.listening import Watch
 from tests.living_folder import files_below
 
 pytestmark = pytest.mark.e2e
@@ -53,34 +52,6 @@ print(len(attempts), "attempts")
 """
 
 
-class Listener:
-    """Notes every socket on which a command or a descendant of it listens, over its whole life."""
-
-    def __init__(self, command) -> None:
-        self._command = command
-        self.found: set[tuple[str, str]] = set()  # (address, who)
-        self.looks = 0
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while self._command.process.poll() is None:
-            for line in self._command.left_over():
-                pid, _, who = line.partition(" ")
-                try:
-                    sockets = psutil.Process(int(pid)).net_connections(kind="inet")
-                except psutil.Error:
-                    continue
-                self.found |= {(s.laddr.ip, who) for s in sockets if s.status == psutil.CONN_LISTEN}
-            self.looks += 1
-            time.sleep(0.05)
-
-    def result(self) -> set[tuple[str, str]]:
-        """Return the sockets once the command has ended."""
-        self._thread.join(60)
-        return self.found
-
-
 @pytest.mark.full
 @needs_root
 def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
@@ -88,32 +59,31 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
 ) -> None:
     overrides = SHORT | {"training__steps": 6, "parallel__tp": 1, "parallel__dp": 2, "data__eval": "null", "export_hf": "false"}
     command = tepo(*arguments(random_model, **overrides, name="quiet"), engine="slow")
-    listener = Listener(command)
-    command.until(lambda: "actor built" in command.output, timeout=90)
-    found = re.findall(r"\S+/tepo-ranks-[0-9a-f]{16}/attempt-0", "\n".join(command.left_over()))  # in the ranks' arguments
-    (folder,) = {Path(path) for path in found}
-    assert folder.parent.parent == Path(tempfile.gettempdir())
-    command.until(lambda: len(list((folder / "heartbeats").iterdir())) == 2, timeout=60)
-    names = [str(path.relative_to(folder)) for path in files_below(folder)]
-    assert {"store", "config.yaml"} <= set(names) and any("heartbeats" in name for name in names)
-    before = (folder / "config.yaml").read_bytes()
-    attack = subprocess.run(
-        [sys.executable, "-c", "import pathlib; " + BECOME + INTRUDER, folder, *names],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert attack.returncode == 0, attack.stderr
-    assert attack.stdout.splitlines() == [f"{5 + 3 * len(names)} attempts"]  # none succeeded
-    assert (folder / "config.yaml").read_bytes() == before
-    assert command.wait(120) == 0, command.output
+    with Watch(lambda: [int(line.split()[0]) for line in command.left_over()]) as watch:
+        command.until(lambda: "actor built" in command.output, timeout=90)
+        found = re.findall(r"\S+/tepo-ranks-[0-9a-f]{16}/attempt-0", "\n".join(command.left_over()))  # in the ranks' arguments
+        (folder,) = {Path(path) for path in found}
+        assert folder.parent.parent == Path(tempfile.gettempdir())
+        command.until(lambda: len(list((folder / "heartbeats").iterdir())) == 2, timeout=60)
+        names = [str(path.relative_to(folder)) for path in files_below(folder)]
+        assert {"store", "config.yaml"} <= set(names) and any("heartbeats" in name for name in names)
+        before = (folder / "config.yaml").read_bytes()
+        attack = subprocess.run(
+            [sys.executable, "-c", "import pathlib; " + BECOME + INTRUDER, folder, *names],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert attack.returncode == 0, attack.stderr
+        assert attack.stdout.splitlines() == [f"{5 + 3 * len(names)} attempts"]  # none succeeded
+        assert (folder / "config.yaml").read_bytes() == before
+        assert command.wait(120) == 0, command.output
     records = (tmp_path / "runs" / "quiet" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == [1, 2, 3, 4, 5, 6]
-    listened = listener.result()
-    outside = {(ip, who) for ip, who in listened if not ipaddress.ip_address(ip).is_loopback}
-    assert not outside and listener.looks > 10
-    assert any("launcher.worker" in who for _, who in listened), "gloo's sockets were not seen"
+    listened = {one for one in watch.found if one.kind == "tcp"}
+    assert not {one for one in listened if not one.is_loopback} and watch.looks > 10
+    assert any("launcher.worker" in one.process for one in listened), "gloo's sockets were not seen"
     assert not folder.parent.exists()
     command.assert_nothing_left()
 

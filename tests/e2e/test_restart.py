@@ -11,7 +11,7 @@ import torch
 
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import Command
-from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
+from tests.e2e.test_faults import BOUND, SHORT
 from tests.parallel.resume_worlds import records, weights
 
 pytestmark = pytest.mark.e2e
@@ -44,13 +44,13 @@ def same(run: Path, straight: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody disturbs."""
     from tests.e2e.conftest import commands, settings
 
     folder = tmp_path_factory.mktemp("straight")
     with commands(folder) as start:
-        words = settings(model, output=folder / "runs", name="straight", **CONFIG)
+        words = settings(random_model, output=folder / "runs", name="straight", **CONFIG)
         command = start("train", "examples/demo.yaml", *words, engine="good")
         assert command.wait(3 * BOUND) == 0, command.output
     return folder / "runs" / "straight"
@@ -58,13 +58,9 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
 
 @pytest.mark.full
 def test_killed_ranks_are_restarted_and_nothing_changes(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
+    tepo, arguments, random_model: Path, straight: Path, tmp_path: Path
 ) -> None:
-    run, command = tmp_path / "runs" / "killed", tepo(*arguments(model, **CONFIG, name="killed"), engine="slow")
+    run, command = tmp_path / "runs" / "killed", tepo(*arguments(random_model, **CONFIG, name="killed"), engine="slow")
     kill(command, run, 1, [1])
     service = command.service()
     kill(command, run, 3, [0])
@@ -80,14 +76,10 @@ def test_killed_ranks_are_restarted_and_nothing_changes(
 
 @pytest.mark.full
 def test_a_damaged_checkpoint_costs_the_service_but_not_the_run(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
+    tepo, arguments, random_model: Path, straight: Path, tmp_path: Path
 ) -> None:
     """The older checkpoint needs batches that were released with the damaged one, so a new service samples them again."""
-    run, command = tmp_path / "runs" / "damaged", tepo(*arguments(model, **CONFIG, name="damaged"), engine="slow")
+    run, command = tmp_path / "runs" / "damaged", tepo(*arguments(random_model, **CONFIG, name="damaged"), engine="slow")
     newest = run / "checkpoints" / "step-00000004"
     command.until(lambda: "checkpoint of step 4: " in command.output, timeout=BOUND)
     with command.stopped_when(newest.exists, BOUND):
@@ -108,8 +100,8 @@ def test_a_damaged_checkpoint_costs_the_service_but_not_the_run(
 
 
 @pytest.mark.full
-def test_ranks_are_restarted_only_so_often_without_progress(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = arguments(model, **CONFIG | {"checkpoint__every": STEPS}, checkpoint__max_restarts=1, name="often")
+def test_ranks_are_restarted_only_so_often_without_progress(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    words = arguments(random_model, **CONFIG | {"checkpoint__every": STEPS}, checkpoint__max_restarts=1, name="often")
     run, command = tmp_path / "runs" / "often", tepo(*words, engine="slow")
     kill(command, run, 1, [0])
     command.until(lambda: "ranks restarted from the start, because" in (run / "log.txt").read_text(), timeout=BOUND)
@@ -122,13 +114,9 @@ def test_ranks_are_restarted_only_so_often_without_progress(tepo, arguments, mod
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["service", "launcher"])
 def test_the_run_ends_with_its_service_and_its_launcher(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    tmp_path: Path,
-    victim: str,
+    tepo, arguments, random_model: Path, tmp_path: Path, victim: str
 ) -> None:
-    run, command = tmp_path / "runs" / "ends", tepo(*arguments(model, **CONFIG, name="ends"), engine="slow")
+    run, command = tmp_path / "runs" / "ends", tepo(*arguments(random_model, **CONFIG, name="ends"), engine="slow")
     command.until(lambda: taken(run) >= 1, timeout=BOUND)
     service = command.service()
     os.kill({"service": service, "launcher": command.process.pid}[victim], signal.SIGKILL)
@@ -140,17 +128,8 @@ def test_the_run_ends_with_its_service_and_its_launcher(
 
 
 @pytest.mark.full
-def test_a_service_that_is_stopped_ends_with_the_launcher(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    run, command = tmp_path / "runs" / "stopped", tepo(*arguments(model, **CONFIG, name="stopped"), engine="slow")
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    os.kill(command.service(), signal.SIGSTOP)
-    command.process.kill()
-    command.assert_nothing_left(within=5.0)
-
-
-@pytest.mark.full
-def test_an_error_that_would_come_again_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    command = tepo(*arguments(model, **CONFIG, name="stale"), engine="stale")
+def test_an_error_that_would_come_again_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(random_model, **CONFIG, name="stale"), engine="stale")
     assert command.wait(2 * BOUND) == 1, command.output
     assert "does not serve the weights" in command.output and "restarted" not in command.output
     command.assert_nothing_left()
@@ -158,13 +137,9 @@ def test_an_error_that_would_come_again_ends_the_run(tepo, arguments, model: Pat
 
 @pytest.mark.full
 def test_a_frozen_rank_is_restarted_with_the_others(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
+    tepo, arguments, random_model: Path, straight: Path, tmp_path: Path
 ) -> None:
-    words = arguments(model, **CONFIG, parallel__heartbeat_timeout=15, name="frozen")
+    words = arguments(random_model, **CONFIG, parallel__heartbeat_timeout=15, name="frozen")
     run, command = tmp_path / "runs" / "frozen", tepo(*words, engine="slow")
     command.until(lambda: taken(run) >= 3, timeout=BOUND)
     os.kill(command.ranks()[1], signal.SIGSTOP)

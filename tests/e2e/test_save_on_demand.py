@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
+from tests.e2e.test_faults import BOUND, SHORT
 from tests.parallel.resume_worlds import records
 
 pytestmark = pytest.mark.e2e
@@ -32,8 +32,10 @@ def saved_step(run: Path) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_saves_and_ends_the_run_and_it_goes_on(tepo, arguments, model: Path, tmp_path: Path, number: int) -> None:  # noqa: F811
-    words = arguments(model, **SHORT | {"training__steps": STEPS, "checkpoint__every": 0}, name="warned")
+def test_a_signal_saves_and_ends_the_run_and_it_goes_on(
+    tepo, arguments, random_model: Path, tmp_path: Path, number: int
+) -> None:
+    words = arguments(random_model, **SHORT | {"training__steps": STEPS, "checkpoint__every": 0}, name="warned")
     run, command = tmp_path / "runs" / "warned", tepo(*words, engine="slow")
     command.until(lambda: steps_of(run) >= 2, timeout=BOUND)
     os.kill(command.process.pid, number)
@@ -51,8 +53,8 @@ def test_a_signal_saves_and_ends_the_run_and_it_goes_on(tepo, arguments, model: 
 
 
 @pytest.mark.full
-def test_a_second_sigterm_ends_the_run_at_once(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = arguments(model, **SHORT | {"training__steps": 500}, name="twice")
+def test_a_second_sigterm_ends_the_run_at_once(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+    words = arguments(random_model, **SHORT | {"training__steps": 500}, name="twice")
     run, command = tmp_path / "runs" / "twice", tepo(*words, engine="slow")
     command.until(lambda: steps_of(run) >= 1, timeout=BOUND)
     with command.stopped_when(lambda: True, BOUND):  # so that the run cannot answer the first one

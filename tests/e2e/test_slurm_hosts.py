@@ -37,26 +37,6 @@ for word in "$@"; do
 done
 exec {sys.executable} "${{words[@]}}"
 """
-# in Pyxis' place: it runs a task without a container, or fails as Pyxis does where the image's file does not exist
-SRUN = """#!/bin/bash
-words=() image=""
-while [ $# -gt 0 ] && [[ $1 = -* ]]; do
-  name=${1%%=*} value=${1#*=}
-  if [[ $name = --container-* && $1 != *=* ]]; then value=$2; shift; fi
-  case $name in
-    --container-image) image=$value;;
-    --container-*) ;;
-    --output) words+=("$1"); if [[ $1 != *=* ]]; then value=$2; words+=("$2"); shift; fi; log=${value//%j/$SLURM_JOB_ID};;
-    *) words+=("$1");;
-  esac
-  shift
-done
-if [ -n "$image" ] && [ ! -f "$image" ]; then
-  echo "slurmstepd: error: pyxis:     [ERROR] No such file or directory: $image" >> "${log:-/dev/stderr}"
-  exit 1
-fi
-exec /usr/bin/srun "${words[@]}" "$@"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -159,32 +139,6 @@ def test_a_job_whose_warning_comes_before_its_first_step_ends(cluster: slurm.Slu
         "newest checkpoint: none, as at the beginning of 2 starts in a row: this is the end; raise slurm.time=00:03:00" in said
     )
     assert records(tmp_path / "runs" / "run") == [] and cluster.about(job)["Restarts"] == "1"
-
-
-def test_a_missing_image_is_found_at_submission_or_ends_the_job_with_its_name(
-    cluster: slurm.Slurm, random_model: Path, tmp_path: Path
-) -> None:
-    image = tmp_path / "images" / "tepo.sqsh"
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
-    keys = {
-        "container": {"image": str(image), "mounts": [f"{random_model}:{random_model}"]},
-        "environment": PATHS | {"PATH": f"{tmp_path}:{slurm.PATH}"}, "node_check": {"skip": ["all_reduce"]},
-        "slurm": SLURM | {"time": "00:20:00", "restarts": 0},
-    }  # fmt: skip
-    status, said = trains(cluster, tmp_path, random_model, **keys)
-    assert status == 1 and f"container.image={image} is no file here; import it (`enroot import -o {image}" in said, said
-    assert cluster.call("squeue", "--noheader") == ""
-    job = job_of(trains(cluster, tmp_path, random_model, "--no-preflight", **keys))
-    assert cluster.ended(job, timeout=200) == "FAILED"
-    said = log_of(tmp_path, "train-batch", job)
-    assert f"container.image={image} is no file on n1; import it where all machines see it, or correct it" in said, said
-    assert "pyxis: " in said, said
-    image.parent.mkdir()
-    image.touch()
-    job = job_of(trains(cluster, tmp_path, random_model, "--no-preflight", **keys))
-    cluster.ended(job, timeout=200)  # the task fails: without a container there is no mount of NeMo-Run's scripts
-    assert "node check: good: n1, n2" in log_of(tmp_path, "check", job)
 
 
 def test_a_queued_job_without_a_record_is_found_by_its_script(cluster: slurm.Slurm, random_model: Path, tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
         assert 0 < r["rollout/kept_groups"] <= 32 and r["actor/grad_norm"] > 0
         assert r["tepo/ratio_p01"] <= r["tepo/ratio_p50"] <= r["tepo/ratio_p99"]
 
+    audit = tepo("audit", run, "--step", str(STEPS))
+    assert audit.wait(60) == 0 and "everything agrees" in audit.output, audit.output
     for step in range(1, STEPS + 1):
-        audit = tepo("audit", run, "--step", str(step))
-        assert audit.wait(60) == 0 and "everything agrees" in audit.output, audit.output
         assert audit_step(run, step).logged_loss == records[step - 1]["loss/total"]
 
     summary = json.loads((run / "summary.json").read_text())
@@ -76,10 +76,6 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     assert AutoTokenizer.from_pretrained(run / "hf").encode("9+5-7?\n") == AutoTokenizer.from_pretrained(base).encode(
         "9+5-7?\n"
     )
-
-    again = tepo(*arguments(base, name="whole"))
-    assert again.wait(240) == 1
-    assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
 
 
 @pytest.mark.full
@@ -159,21 +155,6 @@ def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path,
     assert len(records) >= 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert all(r["rollout/logprob_diff_max"] <= 1e-3 for r in records)
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
-
-
-@pytest.mark.full
-def test_a_killed_rollout_service_ends_the_run_and_its_servers(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(base, name="served", training__steps=500))
-    path = tmp_path / "runs" / "served" / "metrics.jsonl"
-    command.until(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=180)
-    service = next(line for line in command.left_over() if "-m tepo_megatron.controller.service" in line)
-    os.kill(int(service.split()[0]), signal.SIGKILL)
-    assert command.wait(120) == 1
-    said = f"tepo: error: rank 0: the rollout service (pid {service.split()[0]}) was ended by SIGKILL"
-    assert command.output.count("tepo: error: rank 0:") == 1 and said in " ".join(command.output.split()), command.output
-    assert "Traceback" not in command.output
-    command.assert_nothing_left()
-    assert len(metrics_of(path.parent)) >= 2  # every line parses
 
 
 @pytest.mark.full

@@ -21,7 +21,6 @@ from tests.gate.reference import Trained
 from tests.gate.world import Job, Outcome, merged, run_jobs
 from tests.worlds import run_world
 
-HYBRID = "qwen3_5"  # the family with linear attention
 JOBS = 5  # jobs of a world that run in one fork
 
 

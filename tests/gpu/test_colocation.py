@@ -15,7 +15,6 @@ from tepo_megatron.platform import memory
 from tests.tiny import tiny_qwen3
 
 DEVICE = torch.device("cuda", 0)
-MIB = 2**20
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -39,18 +39,40 @@ SHARING = {
     "convert": {"mem": "128G", "cpus-per-task": "16", "partition": "cpu", "time": "00:10:00"},
     "evaluate": {"gpus-per-node": "2"},
 }
+# every key that changes a script of Slurm
+EVERY_KEY = {
+    "python": "/opt/venv/bin/python",
+    "gpus_per_node": None,
+    "ranks_per_node": 8,
+    "cache": "/raid/cache",
+    "network": {"interface": "=eth0,eth1", "infiniband": "=mlx5_0,mlx5_1", "port": 29411},
+    "container": {"image": "lab#tepo:sglang", "mounts": ["/shared:/shared"], "node_mounts": ["/raid:/raid"]},
+    "node_check": {
+        "skip": ["cudnn", "clock"], "spare_nodes": 2, "min_gb_per_second": 40.0, "max_clock_seconds": 1.0,
+        "timeout_seconds": 600,
+    },
+    "slurm": {
+        "qos": "high", "mem": "0", "constraint": "h100&nvme", "reservation": "tuesday", "time": "08:00:00", "account": "lab",
+        "srun_args": ["--mpi=none", "--container-writable"],
+        "setup": ["module load cuda/13.0", 'export NOTE="it is $HOME"'],
+        "options": {"exclude": "n13", "mail-type": "END"}, "exclusive": True, "partition": "batch",
+    },
+}  # fmt: skip
 FILES = {
     "run.yaml": CONFIG,
     "bare.yaml": CLUSTER | {"python": ".venv/bin/python"},
     "contained.yaml": CLUSTER | {"container": CONTAINER},
+    "every_key.yaml": EVERY_KEY,
     "sharing.yaml": CLUSTER | {"python": ".venv/bin/python", "slurm": CLUSTER["slurm"] | SHARING},
 }
 SERVERS = ["--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
 APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
+HERE = ["--model.path", "models/Qwen3-14B", "--data.train", "data/train.jsonl"]
 CASES = {
     "colocated": ["run.yaml", "--cluster", "contained.yaml"],
     "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.transport.folder", "weights", "--rollout.top_k", "50"],
     "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS],
+    "every_key": ["run.yaml", "--cluster", "every_key.yaml", *HERE, "--parallel.dp", "2", *SERVERS],
     "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
     "convert_shared": ["convert", "out", "--cluster", "sharing.yaml", "--", "inspect", "a model"],
     "evaluate_shared": ["evaluate", "out", "--cluster", "sharing.yaml", "--", "models/one"],

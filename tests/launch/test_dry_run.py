@@ -14,7 +14,7 @@ from launch.executors.slurm import batch_setup
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
-from tests.launch import cases, profile_cases
+from tests.launch import cases
 from tests.waiting import lives, until
 
 pytestmark = pytest.mark.slow
@@ -57,19 +57,6 @@ def test_the_scripts_equal_the_golden_files(results: dict[str, tuple[int, str, s
         file = tmp_path / f"{i}.sh"
         file.write_text(script.partition("\n")[2])
         subprocess.run(["bash", "-n", file], check=True)
-
-
-@pytest.fixture(scope="module")
-def of_profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    return profile_cases.dry_runs(tmp_path_factory.mktemp("profiles"))
-
-
-@pytest.mark.parametrize("case", profile_cases.profiles())
-def test_every_profile_and_every_key_give_the_golden_scripts(of_profiles: dict[str, tuple[int, str, str]], case: str) -> None:
-    status, text, error = of_profiles[case]
-    assert (status, error) == (0, "")
-    assert text == (profile_cases.FOLDER / f"{case}.txt").read_text()
-    assert {path.stem for path in profile_cases.FOLDER.iterdir()} == set(of_profiles)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from launch import node_check, node_facts
-from tests import hosts
 
 PROGRAM = Path(node_check.__file__)
 QUICK = ["--skip", "all_reduce", "--timeout", "60"]  # nothing imports PyTorch
@@ -176,11 +175,3 @@ def test_the_driver_has_to_be_new_enough_for_cuda(driver: str | None, versions: 
 def test_the_machine_with_other_versions_is_named() -> None:
     facts = {name: {"versions": json.dumps({"torch": version})} for name, version in [("a", "1"), ("b", "2"), ("c", "1")]}
     assert node_facts.differing(facts, ["a", "b", "c"]) == ["b"]
-
-
-@pytest.fixture
-def two() -> Sequence[hosts.Host]:
-    if why := hosts.missing():
-        pytest.skip(why)
-    with hosts.two_hosts() as two:
-        yield two

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,28 +11,10 @@ import pytest
 from launch import snapshot
 from tepo_megatron.errors import ConfigError
 
-MARK = '__import__("os").environ.get("MARKS") and open(__import__("os").environ["MARKS"], "a").write("{} {}\\n")\n'
-TREE = {
-    "name": "a", "platform": "cpu", "model": {"path": "none"}, "data": {"train": "none.jsonl"}, "checkpoint": {"every": 1},
-    "reward": {"terms": [{"type": "custom", "function": "examples/functions.py:grade"}]},
-    "rollout": {"function": "examples/functions.py:sample"},
-}  # fmt: skip
-
 
 def git(folder: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
     return subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True, text=True).stdout
-
-
-def mark(folder: Path, name: str, word: str) -> None:
-    """Have a file write a word and its name where MARKS says when it is imported or run."""
-    path = folder / name
-    lines = path.read_text().splitlines(keepends=True)
-    lines = [line for line in lines if 'environ["MARKS"]' not in line]
-    # after what has to come first: the docstring and imports from the future
-    starts = [i for i, line in enumerate(lines) if re.match("(import|from|def) ", line) and "__future__" not in line]
-    at = starts[0] if starts else len(lines)
-    path.write_text("".join([*lines[:at], MARK.format(word, name), *lines[at:]]))
 
 
 @pytest.fixture

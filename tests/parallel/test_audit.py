@@ -136,27 +136,6 @@ def test_a_term_that_only_one_side_has_is_found(of_rows: dict[str, Path], tmp_pa
     assert audited.updates[1].differing == ["weight"] and not audited.agrees
 
 
-def test_the_tables(of_rows: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    run = of_rows[ROW]
-    assert cli.main(["audit", str(run), "--step", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "everything agrees" in said and "loss/total in metrics.jsonl" in said and "tokens with the largest losses" in said
-    audited = audit_step(run, 1)
-    update = audited.updates[1]
-    sequence, position = int(update.record.sequence_N[5]), int(update.record.position_N[5])
-    assert cli.main(["audit", str(run), "--step", "1", "--token", f"{sequence}:{position}"]) == 0
-    said = capsys.readouterr().out
-    for part in (
-        "log-prob of the engine",
-        "log-prob of the reference",
-        "importance ratio",
-        "under the KL mask",
-        "rewards of its group of 3",
-    ):
-        assert part in said
-    assert f"{update.terms['loss'][5]:.9g}" in said and "update 0: the sequence was not in this minibatch" in said
-
-
 def test_what_a_run_does_not_have_is_refused(of_rows: dict[str, Path], tmp_path: Path) -> None:
     run = of_rows[ROW]
     assert steps(run) == [1]

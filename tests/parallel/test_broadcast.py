@@ -1,4 +1,4 @@
-"""Weights over real gloo groups, from every layout, to a fleet of real processes that die and freeze in the midst of it."""
+"""Weights over real gloo groups and exported memory to a fleet of real processes that die and freeze in the midst of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tepo_megatron.config import GroupTransportConfig
 from tests.marks import marked
 from tests.parallel import cases
-from tests.parallel.test_weights import ROUNDS, sync_of, tensors, tiny_moe
+from tests.parallel.test_weights import ROUNDS, left_of, sync_of, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.unit.rollout import test_fleet
 from tests.unit.rollout.test_fleet import behave, process
@@ -108,19 +108,23 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
         sync.push(2)
         assert not servers.needs_weights
         events = "\n".join(servers.take_events())
-        return {"survivors": survivors, "again": got(folder), "events": events, "formations": sync.transport.formations}
+        formations = getattr(sync.transport, "formations", None)
+        left = left_of(sync)
+        return {"survivors": survivors, "again": got(folder), "events": events, "formations": formations, "left": left}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["die", "midst", "freeze"])
-def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("transport", "fault"), [("group", "die"), ("group", "midst"), ("group", "freeze"), ("ipc", "die")])
+def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_path: Path, transport: str, fault: str) -> None:
     """None of the others is restarted; the one that comes back gets the weights alone."""
     model = tmp_path / "model"
     tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)
-    rank0 = run_world(2, push_and_lose, config_of(model, {"pp": 2}), tmp_path, fault)[0]
+    ipc = {"transport": "ipc", "verify_every": 1} if transport == "ipc" else {}
+    rank0 = run_world(2, push_and_lose, config_of(model, {"pp": 2}, **ipc), tmp_path, fault)[0]
     expected = tensors(model)
     assert len(rank0["survivors"]) == 2 and all(is_model(r, expected) for r in rank0["survivors"])
     assert len(rank0["again"]) == 1 and is_model(rank0["again"][0], expected)
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
     assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
-    assert rank0["formations"] == 3  # of all, without the lost one, with that one alone
+    assert rank0["formations"] == (3 if transport == "group" else None)  # of all, without the lost one, with that one alone
+    assert rank0["left"] == []

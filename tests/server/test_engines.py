@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,22 +14,19 @@ import httpx
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
-from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.torch_engine import TorchApi
 from tepo_megatron.inference.vllm import VllmApi, completion_request
 from tepo_megatron.types import Rollout, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.bucket_format import Bucket, crc32, pack
+from tepo_megatron.weight_sync.bucket_format import Bucket, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
-from tepo_megatron.weight_sync.stores import write_file
 from tests.direct_requests import connected
 from tests.server.served import (
     EOS,
@@ -331,40 +327,6 @@ def test_a_server_that_slept_serves_the_weights_that_follow(served: Served, tmp_
     served.model = new
 
 
-def test_files_that_are_not_the_model_are_refused(served: Served, tmp_path: Path) -> None:
-    """Asked below `Fleet.load`, after which the engine would rightly refuse the remaining tests."""
-    if served.name == "sglang":
-        pytest.skip("SGLang ends on it: test_sglang_ends_on_files_that_are_not_the_model")
-    save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)}, tmp_path / "unknown.safetensors")
-    api = APIS[served.name]
-    connected(served.engine, 0, lambda client: api.begin_update(client.send, False))
-    with pytest.raises(RequestFailed, match=r"1 unknown: model\.layers\.7\.mlp\.up_proj\.weight"):
-        connected(served.engine, 0, lambda client: api.load(client.send, [tmp_path / "unknown.safetensors"]))
-    rollouts = served.engine.generate(make_prompts(4, seed=10), SAMPLING, seed=0)
-    assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
-
-
-def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothing(served: Served) -> None:
-    processes = server_processes(served.engine)
-    api_server = next(p for p in processes if p.ppid() == processes[0].pid)
-    assert len(processes) > (1 if served.name == "torch" else 2)
-    endless = SamplingParams(samples=64, max_tokens=100)
-    killer = threading.Timer(0.7, api_server.kill)
-    started = time.monotonic()
-    killer.start()
-    with pytest.raises(RolloutError, match=re.escape(str(served.log_path))) as caught:
-        served.engine.generate(make_prompts(512, seed=11), endless, seed=0)
-    seconds = time.monotonic() - started
-    assert 0.7 <= seconds < 30, seconds  # requests might take minutes
-    assert "it has ended by SIGKILL" in str(caught.value)
-    served.engine.update_weights([], version=7)  # to nobody
-    with pytest.raises(RolloutError, match="it has ended by SIGKILL"):
-        served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
-    served.engine.close()
-    gone, alive = psutil.wait_procs(processes, timeout=20)
-    assert not alive and len(gone) == len(processes)
-
-
 def other_address() -> str:
     """Return an address of this machine, not of its loopback interface where it has another one."""
     found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
@@ -394,27 +356,3 @@ def lent(model: Qwen3ForCausalLM) -> Iterator[Bucket]:
 def maps(process: psutil.Process) -> str:
     """The files that it maps, removed ones too."""
     return Path(f"/proc/{process.pid}/maps").read_text()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["vllm", "sglang", "torch"])
-def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
-    damage = r"tensor model\.norm\.weight was damaged on its way"
-    with serve(name, tmp_path) as served:
-        weights = {name: weight.detach() for name, weight in served.model.named_parameters()}
-        checksums = {name: crc32(weight) for name, weight in weights.items()}
-        write_file({"model.norm.weight": weights.pop("model.norm.weight")}, tmp_path / "0.safetensors", checksums)
-        write_file(weights, tmp_path / "1.safetensors", checksums)
-        files = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
-        served.engine.update_weights(files, version=0)
-        assert {r.policy_version for r in served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)} == {0}
-        data = bytearray(files[0].read_bytes())
-        data[-2] ^= 0x10
-        files[0].write_bytes(data)
-        if name != "sglang":
-            with pytest.raises(SyncError, match=damage):
-                served.engine.update_weights(files, version=1)
-        else:  # which ends on it
-            served.engine.update_weights(files, version=1)
-            with pytest.raises(RolloutError, match=damage):
-                served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)

@@ -27,9 +27,6 @@ from tests.server.served import (
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 NOISE = 5e-5  # nats; transformers in fp32 itself is 1e-5 off its own fp64 on these models
-# a step of at most 64 tokens, which no longer prompt fits into, and states that are cached every 32 tokens
-CHUNKED = ["--enable-chunked-prefill", "--enable-prefix-caching", "--block-size", "32", "--max-num-batched-tokens", "64"]
-CHUNKED += ["--enable-prompt-tokens-details"]
 
 
 def prompts_of_all_lengths() -> list[Prompt]:

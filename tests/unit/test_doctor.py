@@ -16,23 +16,16 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import plain, validate
-from tepo_megatron.controller.opening import open_driver
-from tepo_megatron.convert.world import world_of_one
+from tepo_megatron.config.io import validate
 from tepo_megatron.data import stop_tokens
 from tepo_megatron.doctor import examine, machine, print_findings, trial
-from tepo_megatron.doctor import model as model_checks
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.launcher.preflight import preflight
-from tepo_megatron.sft.loop import ConversationSource
-from tepo_megatron.sft.settings import supervised
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.weights.hf_io import carry_over
-from tests.tiny import change_tensors, hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
+from tests.tiny import change_tensors, hybrid_config, tiny_multimodal, tiny_qwen3
 from tests.unit.weights.test_convert import convert
-from tests.worlds import run_world
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +126,6 @@ def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: 
 def test_an_answer_is_tried_in_the_form_that_the_reward_reads(made: Make, term: dict[str, Any], verdict: str) -> None:
     """A reward that needs more than the answer cannot be tried, and is not called wrong."""
     assert findings(made(reward={"terms": [term]}))["grading"].verdict == verdict
-
-
-def test_an_export_has_all_templates_of_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "model" / "additional_chat_templates").mkdir(parents=True)
-    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-    (tmp_path / "out").mkdir()
-    carry_over(tmp_path / "model", tmp_path / "out")
-    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_full_disk_and_another_package(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,61 +242,6 @@ def test_prompts_at_the_length_limit_are_a_warning(made: Make, tmp_path: Path) -
     assert found.verdict == "warn" and "40 at most; data.max_prompt_tokens=40" in found.said, found
 
 
-def test_a_second_cudnn_is_found_where_transformer_engine_looks(made: Make, tmp_path: Path) -> None:
-    home, toolkit = tmp_path / "home", tmp_path / "toolkit"
-    for folder in (home, toolkit):
-        (folder / "lib64").mkdir(parents=True)
-    environment = {"CUDNN_HOME": "", "CUDA_HOME": str(home)}
-    assert [found.verdict for found in machine.cudnn("cuda", environment, toolkit)] == ["pass"]
-    for folder in (toolkit, home):
-        library = folder / "lib64" / "libcudnn.so.9"
-        library.touch()
-        (found,) = machine.cudnn("cuda", environment, toolkit)
-        assert found.verdict == "warn" and str(library) in found.said
-    assert list(machine.cudnn("cpu", environment, toolkit)) == []
-
-
-def test_the_kernels_that_compute_are_named(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernels(*installed: str, **model: str) -> tuple[str, str]:
-        monkeypatch.setattr(machine, "computing", lambda: frozenset(installed))
-        cfg = made(platform="cuda", model=model)
-        (found,) = machine.kernels(cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
-        return found.verdict, found.said
-
-    verdict, said = kernels("transformer_engine", "apex", "amp_C")
-    assert verdict == "pass" and said.startswith(
-        "layers and attention: Transformer Engine; norms: Transformer Engine; Adam: Tr"
-    )
-    verdict, said = kernels("apex", "amp_C", "fused_layer_norm_cuda")
-    assert verdict == "warn" and said.startswith("layers and attention: PyTorch; norms: Apex; Adam: Apex")
-    assert kernels("transformer_engine", attention="sdpa")[0] == "warn"
-    assert kernels(attention="te")[0] == "fail"
-
-
-def test_the_kernels_of_a_hybrid_are_named(made: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny_model(tmp_path / "hybrid", hybrid_config())
-    cfg = made(platform="cuda").model
-    assert list(machine.linear_kernels(cfg, "cuda")) == []
-    hybrid = replace(cfg, path=str(tmp_path / "hybrid"), precision="bf16")
-    (alone,) = machine.linear_kernels(hybrid, "cuda")
-    assert alone.verdict == "warn" and alone.said == "gated delta rule: PyTorch; causal convolution: PyTorch"
-    monkeypatch.setattr(machine, "computing", lambda: frozenset({"fla", "causal_conv1d"}))
-    (fast,) = machine.linear_kernels(hybrid, "cuda")
-    assert fast.verdict == "pass" and "flash-linear-attention" in fast.said
-    assert next(machine.linear_kernels(hybrid, "cpu")).verdict == "pass"
-    (found,) = model_checks.conversion(str(tmp_path / "hybrid"), 2)
-    assert found.verdict == "pass" and "tp=2" in found.said
-
-
-def test_the_trial_is_the_run_with_smaller_batches(made: Make, tmp_path: Path) -> None:
-    cfg = made(rollout={"prompts_per_step": 32}, training={"minibatch_prompts": 8}, evaluation={"every": 0})
-    small = trial.trial_of(cfg, tmp_path)
-    assert small.rollout.prompts_per_step == 8 and small.training.minibatch_prompts == 2  # as many updates
-    assert small.training.steps == 1 and small.run_dir == tmp_path / "trial" and not small.export_hf
-    kept = ("model", "parallel", "objective", "optimizer", "reward", "platform", "seed")
-    assert all(getattr(small, name) == getattr(cfg, name) for name in kept)
-
-
 def record(**changes: float) -> dict[str, Any]:
     return {
         "rollout/logprob_diff_mean": 2e-7, "rollout/logprob_diff_max": 2e-5, "accuracy/mean": 0.3, "rollout/truncated": 0.1,
@@ -372,121 +302,6 @@ def test_the_doctor_and_the_loaders_of_runs_agree(
     status, _, refused = convert("import", "--hf", folder, "--out", tmp_path / "megatron")  # joins a mesh: not in this process
     found = findings(made(model={"path": str(folder)}))["conversion"]
     assert (found.verdict == "fail") == bool(status), (found, refused)
-
-
-QA = {"prompt": "1+1?", "answer": "2"}
-TALK = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
-PAIR = {"prompt": "1+1?", "response": "2"}
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-
-
-def lines(*rows: Any, times: int = 8) -> str:
-    """JSON lines; each row several times, with another prompt."""
-    made = [json.loads(json.dumps(row).replace("1+1?", f"1+{i}?")) for i in range(times) for row in rows]
-    return "".join(json.dumps(row) + "\n" for row in made)
-
-
-def training_error(rank: int, cfg: Config) -> str:
-    """Return why training refuses its data; "" if it does not."""
-
-    def engine(cfg: Config) -> Any:
-        raise StopIteration("the data is read")
-
-    try:
-        with open_driver(cfg, engine):
-            pass
-    except TepoError as e:
-        return str(e)
-    except RuntimeError as e:
-        assert "StopIteration" in str(e)
-    return ""
-
-
-def sft_error(rank: int, cfg: Config, folder: Path) -> str:
-    """Return why `tepo sft` refuses its data; "" if it does not."""
-    try:
-        own = validate(supervised(plain(cfg)))
-        with world_of_one() as groups:  # a mesh: not in the process of pytest, whose later forks would crash
-            ConversationSource.open(own.sft, own.data, own.model.path, own.rollout.stop_token_ids, 0, groups, folder)
-    except TepoError as e:
-        return str(e)
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "settings", "refused"),
-    [
-        (lines(QA), {}, False),
-        ("", {}, True),
-        ("\n\n", {}, True),
-        (LFS, {}, True),
-        ("<html></html>", {}, True),
-        (json.dumps([QA]), {}, True),
-        (lines({"prompt": "1+1?"}), {}, True),
-        (lines({"prompt": "1+1?", "a": "2"}), {"answer_key": "a"}, False),
-        (lines(QA | {"solution": "3"}), {}, True),
-        (lines(QA | {"solution": "3"}), {"answer_key": "answer"}, False),
-        (lines(QA | {"solution": "So it is 2."}), {}, False),
-        (lines({"prompt": "1+1?" * 9, "answer": "2"}), {}, True),
-        (lines(QA) + lines({"prompt": "1+1?" * 9, "answer": "2"}), {}, False),
-        (lines(QA) + "{", {}, True),
-        (lines(QA) + "{", {"skip_bad_rows": True}, False),
-        (lines(QA) + lines({"prompt": "1+1?", "answer": None}, times=1), {}, True),
-        (lines(QA) + lines(QA | {"answer": "3"}), {}, True),
-        (lines(QA) + lines(QA | {"answer": r"\boxed{}"}, times=20), {"skip_bad_rows": True}, False),
-        (lines(QA, times=7), {}, True),
-        (lines(QA | {"answer": r"\frac{"}), {"check_answers": "error"}, True),
-        (lines(QA | {"answer": r"\frac{"}), {"check_answers": "drop"}, True),
-        (lines(TALK), {}, True),
-        (lines({"text": "1+1?"}), {}, True),
-        (lines(QA), {"train": "train.jsonl[:4]"}, True),
-        (lines(QA), {"train": "no.jsonl"}, True),
-        (lines(QA), {"eval": "no.jsonl"}, True),
-    ],
-)
-def test_the_doctor_and_training_agree_on_odd_data(
-    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], refused: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.jsonl").write_text(text)
-    cfg = made(data={"train": "train.jsonl"} | settings)
-    cfg.run_dir.mkdir(parents=True)
-
-    (error,) = run_world(1, training_error, cfg)
-    failed = {name for name, finding in findings(cfg).items() if finding.verdict == "fail"}
-    assert (bool(error), bool(failed & {"data", "prompts"})) == (refused, refused), (error, failed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "settings", "refused"),
-    [
-        (lines(PAIR), {}, False),
-        ("", {}, True),
-        (LFS, {}, True),
-        (lines(TALK), {}, True),  # the tokenizer has no chat template
-        (lines(PAIR | {"history": [["a", "b"]]}), {}, True),
-        (lines(PAIR | {"system": "s"}), {}, True),
-        (lines(PAIR) + "{", {}, True),
-        (lines(PAIR) + "{", {"data": {"skip_bad_rows": True}}, False),
-        (lines({"prompt": "1+1?"}), {"data": {"skip_bad_rows": True}}, True),
-        (lines({"prompt": "1+1?" * 9, "response": "2"}), {}, True),
-        (lines(PAIR) + lines({"prompt": "1+1?" * 9, "response": "2"}), {}, False),
-        (lines(PAIR), {"sft": {"eval": "no.jsonl"}}, True),
-        (lines(PAIR), {"sft": {"response_key": "answer"}}, True),
-        (lines(PAIR), {"sft": {"max_tokens": 65}}, True),  # training.max_tokens_per_microbatch=64
-    ],
-)
-def test_the_doctor_and_fine_tuning_agree_on_odd_data(
-    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], refused: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("sft.jsonl").write_text(text)
-    cfg = made(**settings | {"sft": {"data": "sft.jsonl", "max_tokens": 32} | settings.get("sft", {})})
-    (error,) = run_world(1, sft_error, cfg, tmp_path)
-    failed = findings(cfg)["conversations"].verdict == "fail"
-    assert (bool(error), failed) == (refused, refused), error
 
 
 def test_a_nested_config_is_read_as_training_reads_it(made: Make, model: Path, tmp_path: Path) -> None:

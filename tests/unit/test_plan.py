@@ -17,17 +17,15 @@ from tepo_megatron.cli import main
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import resolve
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.plan import activations
-from tepo_megatron.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model, read_run
-from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
+from tepo_megatron.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model
+from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
 from tepo_megatron.plan.layers import sequence_state_bytes
-from tepo_megatron.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes, states
-from tepo_megatron.plan.memory_parts import MemoryState, PlannedModel
+from tepo_megatron.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.roofline import REFILLS, touched_weights
+from tepo_megatron.plan.roofline import touched_weights
 from tepo_megatron.plan.search import judge, search
 from tepo_megatron.plan.workload import Workload, max_generation_rounds
 from tepo_megatron.utils.escaping import escaped
@@ -127,32 +125,6 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     assert there.optimizer_seconds()[1] > 5 * here.optimizer_seconds()[1]
 
 
-def test_activations_on_the_host() -> None:
-    """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
-    here, there = (predictor_of(config(training={"offload_activations": on}), PlanRequest()) for on in (False, True))
-    before, after = (TrainerMemory.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
-    layers = here.model.arch.num_layers
-    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # two layers, whose copies are under way
-    waiting = host_bytes(there.cfg, there.model)["activations that wait for backward"]
-    assert waiting > 0.5 * before and "activations that wait for backward" not in host_bytes(here.cfg, here.model)
-    lengths = [2048] * 64
-    seconds = [p.pass_seconds(lengths, 1, 16384, backward=True) for p in (here, there)]
-    assert seconds[1] > seconds[0] and there.pass_seconds(lengths, 1, 16384) == here.pass_seconds(lengths, 1, 16384)
-
-
-def test_small_activations_stay() -> None:
-    terms = [activations.ActivationTerm("small", "rest", 1), activations.ActivationTerm("large", "rest", 4, saved=8)]
-    found = activations.kept(terms, 2, 2**17, offloaded=True)
-    assert found == activations.SavedActivations(device=2 * 2**17, host=16 * 2**17)
-
-
-def test_planned_responses_have_the_given_mean_and_limit() -> None:
-    lengths = Workload(100, 2048, 8192).responses(512)
-    assert sum(lengths) / 512 == pytest.approx(2048, rel=0.01) and max(lengths) <= 8192 and min(lengths) >= 1
-    assert sorted(Workload(0, 8192, 8192).responses(8)) == [8192] * 8
-    assert sorted(Workload(100, 500, 900).sequences(64)) == sorted(100 + n for n in Workload(100, 500, 900).responses(64))
-
-
 def placed(cfg: Config) -> Placement:
     return placement_of(cfg.parallel.world_size, cfg.rollout)
 
@@ -166,14 +138,6 @@ def test_trainer_and_engine_are_placed_on_the_gpus_of_the_config() -> None:
     here = placed(config(rollout={"servers": 2, "server": server}))
     assert (here.kind, here.gpus, here.fault) == ("disaggregated", 5, "")
     assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
-
-
-def test_the_engines_share_of_memory_is_read_from_its_arguments() -> None:
-    for words in (["--gpu-memory-utilization", "0.5"], ["--mem-fraction-static=0.5"]):
-        assert engine_share(config(rollout={"server": {"extra_args": words}}).rollout.server) == 0.5
-    assert engine_share(config().rollout.server) == ASSUMED.engine_share
-    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 'half' is no number"):
-        engine_share(config(rollout={"server": {"extra_args": ["--gpu-memory-utilization", "half"]}}).rollout.server)
 
 
 @pytest.mark.parametrize(
@@ -235,12 +199,6 @@ def test_the_search_ranks_the_layouts_that_fit() -> None:
     assert alone.step is not None and alone.step.seconds == found.best[-1].step.seconds
     more = search(replace(predictor, gpu=GPUS["H200"]), 8)
     assert len(more.best) > len(found.best)
-
-
-def test_the_search_around_servers_of_others() -> None:
-    named = {"servers": 2, "server": {"tp": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
-    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), PlanRequest()), 8)
-    assert found.best and {placed(layout.cfg).gpus for layout in found.best} == {8}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -326,34 +284,6 @@ def test_fp8_copies_of_weights() -> None:
         assert TrainerMemory.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
 
 
-def states_of(cfg: Config, model: PlannedModel, gpu: str) -> list[MemoryState]:
-    return states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
-
-
-def test_fp8_copies_go_with_the_parameters() -> None:
-    for recipe, where in (("colocated", ["train"]), ("apart", ["train", "sync"])):
-        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), PlanRequest())
-        found = states_of(predictor.cfg, predictor.model, "H100")
-        assert [state.name for state in found if FP8_WORKSPACES in state.parts] == where
-
-
-@pytest.mark.parametrize(
-    ("engine", "tp", "args", "gives_back"),
-    [
-        ("sglang", 1, [], 0),
-        ("vllm", 2, [], ASSUMED.graphs),
-        ("vllm", 2, ["--enable-nccl-comm-suspend"], ASSUMED.graphs + ASSUMED.nccl),
-        ("vllm", 1, ["--enable-nccl-comm-suspend"], ASSUMED.graphs),
-    ],
-)
-def test_a_sleeping_engine_keeps_its_assumed_memory(engine: str, tp: int, args: list[str], gives_back: int) -> None:
-    server = {"tp": tp, "extra_args": args}
-    cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
-    family, arch = read_model(cfg.model.path)
-    train = next(state for state in states_of(cfg, PlannedModel(family, arch), "H200") if state.name == "train")
-    assert train.parts["sleeping engine"] == ASSUMED.asleep - gives_back > 0
-
-
 def test_page_locked_memory_of_a_machine() -> None:
     """Qwen3-14B locks all weights twice over cp, and the optimizer's state once; of two machines the fuller one counts."""
     predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), PlanRequest())
@@ -374,27 +304,6 @@ def test_page_locked_memory_of_a_machine() -> None:
 def test_refills_are_those_of_the_run(path: Path) -> None:
     cfg = load_config(path)
     assert max_generation_rounds(cfg.rollout, cfg.objective) == resolve(cfg).max_generation_rounds
-
-
-def test_rounds_of_a_step() -> None:
-    cfg = config(rollout={"prompts_per_step": 64, "max_generation_rounds": 10})
-    assert Workload.of(cfg).dropped == ASSUMED.uniform_groups
-    assert Workload(1, 1, 1, 0.5).rounds(cfg.rollout, cfg.objective) == ([64, 32, 16, 8, 4, 2, 1], 64)
-    assert Workload(1, 1, 1).rounds(cfg.rollout, cfg.objective) == ([64], 64)
-    few = config(rollout={"prompts_per_step": 64, "max_generation_rounds": 2, "oversample": 1.25})
-    assert Workload(1, 1, 1, 0.5).rounds(few.rollout, few.objective) == ([80, 30], 55)
-    everything = config(rollout={"filter_uniform_groups": False})
-    assert Workload.of(everything, dropped=0.5).rounds(everything.rollout, everything.objective) == ([64], 64)
-
-
-def test_refills_take_time_and_what_is_dropped_is_not_learned_from() -> None:
-    once, again = (predictor_of(config(rollout={"max_generation_rounds": n}), PlanRequest()) for n in (1, 10))
-    none = predictor_of(config(rollout={"max_generation_rounds": 10}), PlanRequest(dropped=0.0))
-    steps = [p.step() for p in (once, again, none)]
-    assert steps[1].phases["sample"] == steps[0].phases["sample"] == steps[2].phases["sample"]
-    assert steps[1].phases[REFILLS] > 0 == steps[0].phases[REFILLS] == steps[2].phases[REFILLS]
-    assert steps[0].tokens == pytest.approx(0.6 * steps[1].tokens, rel=0.02) and steps[1].tokens == steps[2].tokens
-    assert steps[1].seconds - steps[2].seconds == pytest.approx(steps[1].phases[REFILLS])
 
 
 def test_decoding_time_follows_weights_cache_and_batch() -> None:
@@ -450,12 +359,6 @@ def recorded_run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_is_read_from_its_later_half(recorded_run: Path) -> None:
-    found = read_run(recorded_run, load_config(RECIPE, []).rollout.samples_per_prompt)
-    assert (found.prompt, found.response, found.dropped) == (PROMPT, RESPONSE, 1 - KEPT / GROUPS)
-    assert found.seconds == SECONDS
-
-
 @pytest.mark.parametrize(
     ("recipe", "ahead"), [(RECIPE, 0), (RECIPE, 1), ("examples/recipes/qwen3-14b-16gpu-colocated.yaml", 0)]
 )
@@ -468,12 +371,6 @@ def test_the_plan_of_the_runs_own_config_has_the_runs_seconds(recorded_run: Path
     for name, phases in MEASURED.items():
         assert sum(step.phases[phase] for phase in phases) == pytest.approx(SECONDS[name], rel=1e-9), name
     assert step.tokens == pytest.approx(KEPT * cfg.rollout.samples_per_prompt * (PROMPT + RESPONSE), rel=0.01)
-
-
-def test_longer_responses_than_recorded_take_longer(recorded_run: Path) -> None:
-    cfg = load_config(RECIPE, [])
-    seconds = [predictor_of(cfg, PlanRequest(run=recorded_run, response=n)).step().seconds for n in (RESPONSE, 2 * RESPONSE)]
-    assert seconds[0] == pytest.approx(SECONDS["total"]) and seconds[1] > 1.5 * seconds[0]
 
 
 def test_a_plan_from_a_run_says_what_it_corrects_and_refuses_what_is_no_run(

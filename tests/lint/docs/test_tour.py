@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tools.structure import ROLLOUT, TOUR, WEIGHT, hops, places
+from tools.structure import TOUR, places
 
 
 def defined(path: Path) -> set[str]:
@@ -25,15 +25,3 @@ def test_every_place_of_the_tour_exists() -> None:
     named = places(TOUR.read_text())
     assert len(named) > 50
     assert [(file, name) for file, name in named if not Path(file).is_file() or name not in defined(Path(file))] == []
-
-
-def test_every_step_of_the_tour_names_a_place() -> None:
-    steps = [line for line in TOUR.read_text().splitlines() if line.partition(".")[0].isdigit()]
-    assert [step for step in steps if not places(step)] == []
-
-
-def test_the_tour_follows_four_things() -> None:
-    headings = [line for line in TOUR.read_text().splitlines() if line.startswith("#")]
-    wanted = ["## A prompt", f"### {ROLLOUT}", "## A weight", f"### {WEIGHT}", "## A config key", "## A log-prob"]
-    assert [heading for heading in headings if heading in wanted] == wanted
-    assert all(len(hops(heading)) > 5 for heading in (ROLLOUT, WEIGHT))

@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.controller import Point, growth, power_law
 from benchmarks.controller.answers import END
 from benchmarks.controller.engine_rows import engine_of, make_prompts, rollout_config, sampled
 from benchmarks.controller.fake_pool import BINARY, FakePool, PoolSpec
@@ -28,16 +27,3 @@ def test_counts_of_a_small_load(answers: str, most: float) -> None:
     assert 8 < counts.answer_bytes / tokens <= most
     assert 0 < counts.at_once <= CONNECTIONS_AT_ONCE
     assert 0 < counts.opened <= CONNECTIONS_OPENED
-
-
-def test_the_exponent_of_growth_is_that_of_the_power_law() -> None:
-    exponent, factor = power_law([Point(size, 0.5 * size**2) for size in (1.0, 4.0, 12.0)])
-    assert exponent == pytest.approx(2.0) and factor == pytest.approx(0.5)
-    verdicts = {
-        0.4: growth("a", [Point(size, 0.5 * size) for size in (1.0, 12.0)], target=0.4),
-        0.6: growth("a", [Point(size, 0.5 * size) for size in (1.0, 67.0)], target=0.6),
-        None: growth("a", [Point(size, 0.1 * size**1.2) for size in (1.0, 12.0)]),
-    }
-    assert {target: [row.met for row in rows] for target, rows in verdicts.items()} == {
-        0.4: [False, True], 0.6: [True, True], None: [None, False],
-    }  # fmt: skip

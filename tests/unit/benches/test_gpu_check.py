@@ -17,9 +17,8 @@ from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu.check import command, lines, machine, report, worlds
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import run_tree
-from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, line_names, selected
-from benchmarks.gpu.check.run_step import BINS, attention_words, summary
-from tepo_megatron.actor import precision
+from benchmarks.gpu.check.parts import PARTS, line_names
+from benchmarks.gpu.check.run_step import attention_words
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tests.parallel import cases
@@ -81,8 +80,9 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     by_part = found(tmp_path / "out")
     assert list(by_part) == [part.name for part in PARTS]
+    lacking = set() if (ROOT / ".cache/demo/seed-0").exists() else {"loop"}  # the model of `make demo`, which it names
     for part in PARTS:
-        assert by_part[part.name]["status"] == ("passed" if part.cpu else "skipped"), part.name
+        assert by_part[part.name]["status"] == ("passed" if part.cpu and part.name not in lacking else "skipped"), part.name
         assert {line["name"] for line in by_part[part.name]["lines"]} == set(part.lines)
         assert all(line["status"] != "skipped" or line["why"] for line in by_part[part.name]["lines"])
     ran = {line["name"] for line in by_part["layouts"]["lines"] if line["status"] == "passed"}
@@ -149,49 +149,6 @@ def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
     assert reported[3][:2] == ("d", "failed") and len(reported) == 4
 
 
-def test_results_of_other_runs_stay() -> None:
-    """A part that did not run does not replace one that did, but adds lines that are new; one that ran replaces both."""
-
-    def result(name: str, status: str, commit: str, *names: str) -> report.Result:
-        known = [{"name": n, "status": "measured", "value": 1.0, "unit": "", "why": ""} for n in names]
-        part = next(p for p in PARTS if p.name == name)
-        return report.result_of(part, [report.TaskResult(part.tasks[0], status, known, "", {})], commit=commit)
-
-    old = [
-        result("step", "skipped", "old"),
-        result("transfer", "failed", "old", "ipc"),
-        result("kernels", "passed", "old", "x"),
-    ]
-    new = [
-        result("transfer", "passed", "new", "ipc"), result("kernels", "waiting", "new"), result("step", "skipped", "new"),
-        result("offload", "running", "new"),
-    ]  # fmt: skip
-    merged = report.merged(old, new)
-    assert [(r["part"], r["status"], r["commit"]) for r in merged] == [
-        ("kernels", "passed", "old"), ("step", "skipped", "new"), ("transfer", "passed", "new"), ("offload", "running", "new"),
-    ]  # fmt: skip
-    assert {line["name"] for line in merged[0]["lines"]} == {"x", *PARTS[1].tasks[0].lines}
-    assert report.merged(old, [result("kernels", "running", "new")])[0]["commit"] == "old"
-    unfinished = [result("kernels", "no time left", "old")]
-    assert report.merged(unfinished, [result("kernels", "skipped", "new")])[0]["commit"] == "new"
-    assert report.merged(old, [result("kernels", "running", "new", "y")])[0]["commit"] == "new"
-
-
-def test_parts_are_selected_by_name() -> None:
-    assert selected(None) == ("cuda", PARTS) and selected("cpu") == ("cpu", PARTS)
-    assert selected("kernels, cpu")[0] == "cpu" and [p.name for p in selected("step,kernels")[1]] == ["kernels", "step"]
-    with pytest.raises(ValueError, match="no part is called kernel"):
-        selected("kernel")
-
-
-def test_names_are_those_of_the_code() -> None:
-    """The table of parts imports nothing, so it has copies."""
-    assert tuple(cases.LAYOUTS) == LAYOUTS
-    assert tuple(name for name in precision.PRESETS if name.startswith("fp8")) == FP8
-    tests = {line for part in PARTS if not part.cpu for line in part.lines}
-    assert tests == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
-
-
 def test_the_command_needs_the_standard_library_alone() -> None:
     """The command must be able to say on any machine why the rest cannot run."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.gpu.check.command, benchmarks.gpu.check.part"
@@ -232,12 +189,6 @@ def test_a_file_of_tests_reports_after_each_test(tmp_path: Path, dies: bool) -> 
     assert last["why"] == "no engine; test_c: AssertionError: wrong; test_d: ValueError: no fixture"
 
 
-@pytest.mark.slow
-def test_a_file_without_tests_says_why(tmp_path: Path) -> None:
-    status, (line,) = run_tests_of(tmp_path, "test_there_is_none.py")
-    assert status == 0 and line["status"] == "failed" and "exit status 4 and ran no test" in line["why"]
-
-
 def test_the_plan_takes_the_attention_that_is_here(tmp_path: Path) -> None:
     """Without Transformer Engine `auto` is PyTorch's attention, which needs more memory."""
     config = tmp_path / "run.yaml"
@@ -266,16 +217,3 @@ def test_the_wheels_are_those_of_the_images() -> None:
     )
     peers = {line for line in wheels if line.partition("==")[0] in machine.PEER_WHEELS}
     assert wheels - peers and wheels - peers <= pins
-
-
-def test_the_timeline_of_a_traced_step(tmp_path: Path) -> None:
-    """Half a second of products, then attention next to a copy; a tenth of the time nothing runs."""
-    times = summary([("nvjet_x", 0.0, 0.5), ("flash_fwd", 0.5, 0.4), ("Memcpy HtoD", 0.8, 0.1), ("_statistics", 0.99, 0.01)])
-    assert times.busy == pytest.approx(0.91) and times.seconds == pytest.approx(1.0)
-    assert list(times.kinds) == ["matrix products", "attention", "copies", "token statistics"]
-    assert sum(times.timeline["matrix products"]) == pytest.approx(BINS / 2, rel=0.01)
-    line = {"name": "a step: kernels", "status": "measured", "value": 91.0, "unit": "%", "why": "", "trace": vars(times)}
-    result = report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "passed", [line], "", {})])
-    assert f"]({report.TIMELINE})" in report.markdown([result])
-    report.draw_timeline(report.traces([result]), tmp_path / report.TIMELINE)
-    assert (tmp_path / report.TIMELINE).stat().st_size > 5000

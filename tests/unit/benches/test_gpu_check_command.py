@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.check import machine, report, task_process
+from benchmarks.gpu.check import machine, report
 from benchmarks.gpu.check.parts import PARTS, limit, seconds_of
 from benchmarks.gpu.check.task_process import places
 from tepo_megatron.utils.processes import read_stat
@@ -37,12 +37,6 @@ def lines(out: Path) -> dict[str, dict[str, Any]]:
 
 def known(out: Path) -> list[str]:
     return [name for name, line in lines(out).items() if line["status"] != "skipped"]
-
-
-def test_a_kept_log_names_no_folder_of_the_machine() -> None:
-    package = Path(pytest.__file__).parents[1]
-    log = f'File "{ROOT}/benchmarks/a.py", line 1\n{package}/torch/b.py:2: UserWarning'
-    assert task_process.without_folders(log) == 'File "benchmarks/a.py", line 1\ntorch/b.py:2: UserWarning'
 
 
 @pytest.mark.slow

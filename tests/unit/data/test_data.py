@@ -19,11 +19,6 @@ from tepo_megatron.errors import CheckpointError, DataError
 from tests.datasets import character_tokenizer, write
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
-
-
 def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
     """One set, read as the config says."""
     cfg = DataConfig(train=str(path), **{"max_prompt_tokens": 64, **data})

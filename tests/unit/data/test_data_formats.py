@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tepo_megatron.config import DataConfig
-from tepo_megatron.data import LoadedPrompts, load_prompts, readers
+from tepo_megatron.data import readers
 from tepo_megatron.data.arrow import parquet
 from tepo_megatron.data.readers import JsonLines
 from tepo_megatron.errors import DataError
-from tests.datasets import character_tokenizer, write
+from tests.datasets import load, write
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -29,16 +28,6 @@ VERL = [
     }
     for i in (0, 1, 1, 2, 0, 3)
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
-
-
-def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
-    cfg = DataConfig(train=str(path), **data)
-    return load_prompts(cfg.sets[0], cfg, tokenizer)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:

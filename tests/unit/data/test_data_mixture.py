@@ -11,12 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron.config import DataConfig, RewardConfig
 from tepo_megatron.data import Data, PromptStream, load_data
 from tepo_megatron.errors import DataError
-from tests.datasets import character_tokenizer, write
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
+from tests.datasets import write
 
 
 @pytest.fixture

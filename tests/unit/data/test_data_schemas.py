@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tepo_megatron.config import DataConfig
-from tepo_megatron.data import LoadedPrompts, load_prompts
 from tepo_megatron.data.schemas import gold, same_gold
 from tepo_megatron.errors import ConfigError, DataError
-from tests.datasets import character_tokenizer, text, write
+from tests.datasets import load, text, write
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 VERL = {
@@ -25,16 +23,6 @@ VERL = {
 }
 SAMPLED = [*CHAT, {"role": "assistant", "content": r"so \boxed{2}"}]
 OPEN_R1 = VERL | {"prompt": "1+1?", "solution": "2", "source_prompt": [{"role": "user", "content": "Solve: 1+1?"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
-
-
-def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
-    cfg = DataConfig(train=str(path), **data)
-    return load_prompts(cfg.sets[0], cfg, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from tepo_megatron import config
 from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.errors import DataError
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, MODELS, PUBLISHED, rows_of
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, MODELS, PUBLISHED
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.results import compare, over_benchmarks, over_samples, result
 from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples, to_lines
@@ -67,15 +67,6 @@ def test_a_chat_model_gets_a_users_message() -> None:
     chat.chat_template = "{% for m in messages %}{{ m['role'] }} ({{ m['content'] }}) {% endfor %}"
     (problems,) = load_benchmarks(settings(benchmarks=["minerva"], benchmark_prompt="<problem>\n"), chat, 64)
     assert chat.decode(problems.prompts[0].token_ids) == "user (2+2?\n) "
-
-
-def test_what_is_not_the_papers_protocol_is_said() -> None:
-    cfg = settings(benchmark_samples=4, benchmark_tokens=48, benchmark_prompt="<problem>\n", max_problems=2)
-    found = {p.name: p for p in load_benchmarks(cfg, TOKENIZER, 64)}
-    changes = ("another prompt", "48 tokens instead of 8192")
-    assert found["aime24"].changes == ("4 samples instead of 32", *changes, "2 problems instead of 30")
-    assert found["math500"].changes == (*changes, "2 problems instead of 500")  # greedy: one sample as before
-    assert found["math500"].entry.samples == 1 and len(found["aime24"].prompts) == 2
 
 
 @pytest.mark.parametrize(
@@ -221,9 +212,3 @@ def test_the_published_rows_are_those_of_the_recipes() -> None:
         assert found.accuracy == {name: float(figure) for name, figure in row.items() if figure}
     bases = {row.model: row for row in PUBLISHED if row.method == "base"}
     assert set(bases) == set(MODELS) and bases["Qwen3-14B"].accuracy["math500"] == 82.8
-
-
-def test_rows_are_found_by_the_name_of_the_checkpoint() -> None:
-    assert {row.model for row in rows_of("auto", "/runs/table1-qwen3-14b-tepo/hf")} == {"Qwen3-14B"}
-    assert rows_of("auto", "/models/llama") == rows_of("none") == []
-    assert rows_of("all") == list(PUBLISHED) and len(rows_of("Qwen2.5-7B")) == 8

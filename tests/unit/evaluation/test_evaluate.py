@@ -135,44 +135,46 @@ def _other_weights(folder: Path) -> None:
     change_tensors(folder, lambda weights: weights["model.norm.weight"].add_(1))
 
 
-@pytest.mark.parametrize(
-    ("change", "words", "name"),
-    [
-        (_another_template, {}, "model.path: the chat template"),
-        (_another_tokenizer, {}, "model.path: the tokenizer"),
-        (_other_weights, {}, "its weights"),
-        (None, {"seed": 1}, "seed"),
-        (None, {"rollout__stop_token_ids": "[7]"}, "stop tokens"),
-        (None, {"evaluation__benchmark_samples": 2}, "amc: samples"),
-        (None, {"evaluation__benchmark_tokens": 40}, "amc: max_tokens"),
-        ("problem", {}, "amc: its prompts and answers"),
-        ("answer", {}, "amc: its prompts and answers"),
-    ],
-)
-def test_a_resume_with_something_else_is_refused(
-    model: Path, engines: Engines, tmp_path: Path, change: Any, words: dict[str, Any], name: str
-) -> None:
+OTHERS: list[tuple[Any, dict[str, Any], str]] = [
+    (_another_template, {}, "model.path: the chat template"),
+    (_another_tokenizer, {}, "model.path: the tokenizer"),
+    (_other_weights, {}, "its weights"),
+    (None, {"seed": 1}, "seed"),
+    (None, {"rollout__stop_token_ids": "[7]"}, "stop tokens"),
+    (None, {"evaluation__benchmark_samples": 2}, "amc: samples"),
+    (None, {"evaluation__benchmark_tokens": 40}, "amc: max_tokens"),
+    ("problem", {}, "amc: its prompts and answers"),
+    ("answer", {}, "amc: its prompts and answers"),
+]
+
+
+def test_a_resume_with_something_else_is_refused(model: Path, engines: Engines, tmp_path: Path) -> None:
     """Else one folder would hold benchmarks of two protocols, tokenizers or data."""
-    own = Path(shutil.copytree(model, tmp_path / "model"))
+    own, data = tmp_path / "model", tmp_path / "amc.jsonl"
     rows = [json.loads(line) for line in Path("tests/problems/amc.jsonl").read_text().splitlines()]
-    path = tmp_path / "amc.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     short = {
         "evaluation__benchmarks": "[amc]",
         "evaluation__benchmark_samples": 1,
         "evaluation__benchmark_folder": str(tmp_path),
     }
+
+    def write(first: dict[str, Any]) -> None:
+        """Put the model there as it was, and the rows with another first one."""
+        shutil.copytree(model, own, dirs_exist_ok=True)
+        data.write_text("".join(json.dumps(row) + "\n" for row in [first, *rows[1:]]))
+
+    write(rows[0])
     out = run(request(own, tmp_path / "out", **short), print, engines)
-    run(request(own, out, **short, resume="true"), print, engines)
-    if isinstance(change, str):
-        rows[0][change] = "1"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif change is not None:
-        change(own)
     before = (out / "amc.jsonl").read_bytes()
-    with pytest.raises(DataError, match=f"{name} was .* and is .*; resume with what it was, give another --out"):
-        run(request(own, out, **short | words, resume="true"), print, engines)
-    assert (out / "amc.jsonl").read_bytes() == before
+    for change, words, name in OTHERS:
+        write(rows[0] | ({change: "1"} if isinstance(change, str) else {}))
+        if callable(change):
+            change(own)
+        with pytest.raises(DataError, match=f"{name} was .* and is .*; resume with what it was, give another --out"):
+            run(request(own, out, **short | words, resume="true"), print, engines)
+        assert (out / "amc.jsonl").read_bytes() == before
+    write(rows[0])
+    run(request(own, out, **short, resume="true"), print, engines)
 
 
 @pytest.mark.parametrize(
@@ -195,35 +197,6 @@ def test_a_context_that_does_not_fit_is_refused_before_an_engine_starts(
     with pytest.raises(ConfigError, match=message):
         run(request(own, tmp_path / "out", **words), print, engines)
     assert engines.launches == []
-
-
-@pytest.mark.full
-def test_two_evaluations_are_compared(
-    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a = run(request(model, tmp_path / "a", evaluation__benchmarks="[aime24, minerva]"), print, engines)
-    words = {"evaluation__benchmarks": "[aime24]", "evaluation__benchmark_samples": 4, "seed": 5}
-    b = run(request(model, tmp_path / "b", against=a, **words), print, engines)
-    means = [read_record(folder)["benchmarks"]["aime24"]["result"]["accuracy"]["mean"] for folder in (b, a)]
-    expected = f"{100 * (means[0] - means[1]):+.2f}"
-    assert expected in capsys.readouterr().out and expected in (b / "evaluation.md").read_text()
-    assert cli.main(["compare", str(b), str(a)]) == 0
-    printed = capsys.readouterr().out
-    lines = (b / "aime24.jsonl").read_bytes().splitlines(keepends=True)
-    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # the first and the last problem lack a sample
-    assert cli.main(["compare", str(b), str(a)]) == 0
-    problems = len({sample.problem for sample in read_samples(a / "aime24.jsonl")})
-    assert f"compared on the {problems - 2} problems that both have" in " ".join(capsys.readouterr().out.split())
-    assert expected in printed and "AIME24: the two runs also differ in samples" in printed and "Minerva" not in printed
-
-    assert cli.main(["compare", str(b), str(tmp_path)]) == 1
-    assert "evaluation.json: cannot read the evaluation" in capsys.readouterr().err
-    c = run(request(model, tmp_path / "c", evaluation__benchmarks="[minerva]"), print, engines)
-    assert cli.main(["compare", str(b), str(c)]) == 1
-    assert "no benchmark in common" in capsys.readouterr().err
-    with pytest.raises(DataError, match="cannot read the evaluation"):
-        run(request(model, tmp_path / "d", against=tmp_path / "nowhere"), print, engines)
-    assert not (tmp_path / "d").exists()
 
 
 def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Accuracy and its standard error, and the step log's arithmetic."""
 
 import math
-import re
 import statistics
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,10 +14,10 @@ from tepo_megatron.actor.accumulator import UpdateResult
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.controller.gate import check_mismatch
-from tepo_megatron.controller.step_log import KEYS, StepLog
+from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
-from tepo_megatron.evaluation.held_out import Accuracy, accuracy, evaluate, sample_and_grade
+from tepo_megatron.evaluation.held_out import Accuracy, accuracy, evaluate
 from tepo_megatron.observability.metrics import Metrics, counts
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout.containment import lost_sample
@@ -52,40 +51,6 @@ def test_scores_of_single_problems_survive_the_file(tmp_path: Path) -> None:
     after = accuracy([graded(i, s) for i, scores in ((3, (1, 0)), (7, (1, 1))) for s in scores])
     write_evaluation(tmp_path, before, after)
     assert read_evaluation(tmp_path) == Scores({3: 0.0, 7: 0.5}, {3: 0.5, 7: 1.0})
-
-
-def test_groups_are_graded_while_others_are_sampled() -> None:
-    """Each group is submitted before the next one is waited for, and the samples come back in the order of the prompts."""
-    said = []
-
-    class Groups(ScriptedGroups):
-        def next(self) -> list[Rollout] | None:
-            said.append("wait")
-            return super().next()
-
-    class Engine:
-        def open(self) -> Groups:
-            return Groups(lambda prompts, sampling, seed: [graded(p.id, seed + k) for p in prompts for k in range(2)])
-
-    class Grader:
-        def submit(self, group: list[Rollout]) -> Future[list[Rollout]]:
-            said.append(f"grade {group[0].prompt_id}")
-            future = Future[list[Rollout]]()
-            future.set_result(group)
-            return future
-
-    prompts, engine = [Prompt(i, (1,), "") for i in range(3)], Engine()
-    found = sample_and_grade(
-        engine,
-        Grader(),
-        prompts,
-        SamplingParams(samples=2),
-        seed=5,
-        what="evaluation",
-        max_failed_share=0.0,  # type: ignore[arg-type]
-    )
-    assert [(rollout.prompt_id, rollout.score) for rollout in found] == [(i, score) for i in range(3) for score in (5, 6)]
-    assert said == ["wait", "grade 2", "wait", "grade 1", "wait", "grade 0", "wait"]
 
 
 def test_lost_samples_are_counted_and_too_many_are_no_accuracy(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,9 +140,3 @@ def test_mismatch_above_the_limit_is_a_sync_error() -> None:
         check_mismatch(1.1e-3, 3, cfg, "server 1", 10000)
     with pytest.raises(SyncError):
         check_mismatch(math.nan, 3, cfg, "server 1", 1)
-
-
-def test_every_metric_that_is_counted_is_recorded() -> None:
-    named = re.compile(r'\.add\(\s*"([a-z_]+/[^"]+)"')
-    counted = {name for path in Path("tepo_megatron").rglob("*.py") for name in named.findall(path.read_text())}
-    assert "rollout/stale_groups" in counted and counted <= set(KEYS)

@@ -14,14 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron import cli
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.report import panels, read_run, write_comparison, write_page, write_report
 from tepo_megatron.report.comparison import compare, names
 from tepo_megatron.report.held_out import read_held_out
-from tepo_megatron.report.live.run import LiveRun
-from tepo_megatron.rollout.containment import LossCounter, lost_sample
-from tepo_megatron.types import Prompt
-from tests.report_runs import SUMMARY, fine_tuned, measured, record_step, rollout, write_run
+from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run
 
 HOSTILE = """</pre></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">{{7*7}}&lt;'\\"""
 ROWS = [row | {"actor/entropy": None} if row["step"] == 3 else row for row in measured(5)]
@@ -125,22 +121,6 @@ def test_the_page_is_self_contained(hostile: tuple[Page, str]) -> None:
     assert not re.search(r"url\((?!#)|@import", text)
 
 
-def test_every_colour_is_known_to_light_and_dark(hostile: tuple[Page, str]) -> None:
-    page, text = hostile
-    themes = page.styles[0].split("@media (prefers-color-scheme: dark)")
-    for name in set(re.findall(r"var\(--(\w+)\)", text)):
-        assert [f"--{name}: #" in theme for theme in themes] == [True, True], name
-
-
-def test_the_curves_of_the_page_are_what_was_recorded(hostile: tuple[Page, str]) -> None:
-    page, _ = hostile
-    entropies = [None if row["actor/entropy"] is None else float(f"{row['actor/entropy']:.4g}") for row in ROWS]
-    assert page.series("mean over response tokens, nats") == [entropies]
-    assert page.series("1st to 99th percentile") == [[0.97] * 5, [1.01] * 5]
-    (chart,) = [chart for script in page.scripts[:-1] if (chart := json.loads(script)).get("title") == "KL mask"]
-    assert (chart["axes"][0]["format"], chart["x"], chart["end"]) == ("percent", [[1, 2, 3, 4, 5]], 72)
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_seconds_of_a_step_add_up(tmp_path: Path, ahead: bool) -> None:
     """Rollouts that are sampled concurrently with training take none of its time."""
@@ -193,50 +173,6 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(ids) == len(set(ids))
     curves = [(series["label"], series["color"]) for series in page.charts()[0]["series"]]
     assert curves == [("a", "var(--blue)"), ("b", "var(--orange)")]
-
-
-def test_lost_samples_have_a_chart_and_their_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kinds = {f"rollout/samples_{kind}": 0 for kind in ("raised", "timed_out", "over_limit")}
-    write_run(tmp_path, [row | kinds | {"rollout/samples_timed_out": row["step"] % 2} for row in measured(5)])
-    for step in range(1, 6):
-        counter = LossCounter(max_failed_share=1.0)
-        counter.take([lost_sample(Prompt(7, (1, 2), "9"), 0, f"agent <b>{step}</b>")])
-        counter.end_step(step, Metrics())
-    (tmp_path / "log.txt").write_text("".join(f"[service] warning: {line}\n" for line in caplog.messages))
-    page = Page(write_report(tmp_path).read_text())
-    assert page.series("timed out") == [[1, 0, 1, 0, 1]]
-    assert "5 steps lost samples" in page.said and "step 5: 1 of 1 samples were lost; the first: agent <b>5</b>" in page.said
-    assert "step 2:" not in page.said
-    write_run(tmp_path, measured(5))
-    (tmp_path / "log.txt").unlink()
-    page = Page(write_report(tmp_path).read_text())
-    assert "Lost samples of a step" not in page.said and "lost samples" not in page.said
-
-
-def test_fine_tuning_has_its_losses_and_no_samples_before_and_after_its_end(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("ended", "under-way")]
-    for folder in folders:
-        folder.mkdir()
-        write_run(folder, fine_tuned(6), sft={"data": "c.jsonl", "epochs": 2})
-    (folders[0] / "summary.json").write_text(
-        json.dumps({"steps": 6, "seconds": 9.0, "held_out_loss": {"before": 1, "after": 0}})
-    )
-    pages = {folder.name: Page(write_report(folder).read_text()) for folder in folders}
-    assert "fine-tuning · tiny · tp2 · cpu fp32 · 6 steps in 9 s" in pages["ended"].said
-    assert "update 6, epoch 1.50 of 2" in pages["under-way"].said
-    for folder, page in zip(folders, pages.values(), strict=True):
-        assert page.series("conversations of the update") == [[round(1.0 / s, 4) for s in range(1, 7)]]
-        joined = page.series("held-out conversations")[0]
-        assert joined[1] == 0.55 and joined[3] == 0.275 and joined[2] == pytest.approx((joined[1] + joined[3]) / 2)
-        assert "Samples" not in page.said and "Safety" not in page.said and "held-out cross-entropy" in page.said
-        assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
-        run = LiveRun(folder, 0)
-        run.refresh()
-        shown = run.plain()
-        assert [section["name"] for section in shown["sections"]] == ["Learning"] and shown["notes"] == []
-        assert shown["state"]["ended"] == (folder is folders[0])
-    compared = Page(write_comparison(folders, tmp_path / "both.html").read_text())
-    assert "Held-out cross-entropy, nats per token" in compared.said
 
 
 def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from tepo_megatron.audit.comparison import audit_step
 from tepo_megatron.losses import OBJECTIVES
-from tepo_megatron.report import read_run, write_comparison, write_report
-from tepo_megatron.report.panels import SECONDS
-from tepo_megatron.report.tokens import ENABLE, TOKENS, read_tokens
-from tests.audit_runs import FOLDER, write_audit
+from tepo_megatron.report import write_report
+from tepo_megatron.report.tokens import TOKENS
+from tests.audit_runs import write_audit
 from tests.objective_cases import draw
 from tests.report_runs import measured, write_run
 from tests.unit.report.test_report_page import HOSTILE, SPECIAL, Page, tokenizer_of_characters
@@ -61,28 +60,3 @@ def test_every_number_is_on_the_page_and_no_token_becomes_markup(run: Path) -> N
     losses = audited.terms["loss"]
     assert any("up4" in str(a["class"]) for a in cells) == bool((losses < 0).any())
     assert any("down" in str(a["class"]) for a in cells) == bool((losses > 0).any())
-
-
-@pytest.mark.slow
-def test_what_is_missing_or_damaged_is_a_note(tmp_path: Path) -> None:
-    write_run(tmp_path, measured(2))
-    assert read_tokens(read_run(tmp_path)).notes == [ENABLE]
-    write_audit(tmp_path, OBJECTIVES["grpo"], draw(3))
-    (tmp_path / FOLDER / "update-000-shard-00001.safetensors").write_bytes(b"no")
-    (note,) = read_tokens(read_run(tmp_path)).notes
-    assert "not an audit record of a rank" in note and "not an audit record of a rank" in write_report(tmp_path).read_text()
-
-
-@pytest.mark.slow
-def test_the_figures_of_the_paper(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_run(tmp_path / name, [row | {"loss/clip_fraction": 0.004 / row["step"]} for row in measured(4)])
-    page = Page(write_report(tmp_path / "a").read_text())
-    labels = {item["label"] for axis in page.charts() for item in (*axis["series"], *axis["rules"])}
-    assert page.series("tokens clipped") == [[0.004, 0.002, 0.001333, 0.001]]
-    assert page.series("this run") == [[1.6] * 4]
-    for name, seconds in SECONDS.items():
-        assert f"{name} in the paper, {seconds:.0f} s" in labels
-    both = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html").read_text()
-    assert both.count("Figure 2b of") == 3, "in the comparison, and in each run"

@@ -52,12 +52,6 @@ def sglang_answer(ids: list[int]) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": meta}
 
 
-def test_an_sglang_answer_becomes_a_sample() -> None:
-    sample = sglang_answers.to_sample(sglang_answer([5, 6]), experts=False)
-    assert sample is not None and sample.ids_T.tolist() == [5, 6] and sample.logprobs_T.tolist() == [-0.5, -0.25]
-    assert (sample.label, sample.prompt_tokens, sample.finish_reason) == ("3", 2, "length")
-
-
 def test_log_probs_of_other_tokens_are_no_sample() -> None:
     for ids in ([5, 7], [6, 5], [5], [5, 6, 7]):
         assert sglang_answers.to_sample(sglang_answer(ids), experts=False) is None

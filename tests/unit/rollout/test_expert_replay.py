@@ -20,7 +20,7 @@ from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
-from tepo_megatron.inference.model_checks import check_experts, replayed_routing
+from tepo_megatron.inference.model_checks import replayed_routing
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest, continuation, merge
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request
@@ -179,10 +179,6 @@ def asking(model: Path, **changes: Any) -> Any:
 
 def routing_of(cfg: Config) -> Routing | None:
     return replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
-
-
-def check(cfg: Config) -> None:
-    check_experts(cfg.rollout, cfg.model.path)
 
 
 def test_what_cannot_replay_them_is_refused(tmp_path: Path) -> None:

@@ -83,14 +83,6 @@ def ids(rollouts: list[Rollout]) -> list[list[int]]:
     return [r.response_ids for r in rollouts]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    with fleet(tmp_path_factory.mktemp("one"), servers=1) as one:
-        rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
-    assert [r.prompt_id for r in rollouts] == [p.id for p in PROMPTS for _ in range(3)]
-    return ids(rollouts)
-
-
 def mid_sampling(fleet: Fleet, action: Callable[[], object]) -> threading.Thread:
     """Start a thread that acts as soon as every server has requests in flight, on a busy machine too."""
 

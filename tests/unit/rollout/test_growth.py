@@ -10,7 +10,7 @@ from tepo_megatron.config import RendezvousServerConfig, RolloutConfig, ServerCo
 from tepo_megatron.inference.engines import beginning
 from tepo_megatron.inference.servers.fleet import Fleet
 from tests.direct_requests import ask
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process  # noqa: F401
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, ids, process
 
 pytestmark = pytest.mark.slow
 MIB = 100  # by which servers may grow here: more than an idle Python varies by
@@ -32,8 +32,7 @@ def served(fleet: Fleet) -> list[int]:
 
 
 def test_one_that_has_grown_is_restarted_before_the_next_weights_and_gets_them(
-    expected: list[list[int]],  # noqa: F811
-    tmp_path: Path,
+    expected: list[list[int]], tmp_path: Path
 ) -> None:
     with fleet(tmp_path, servers=2, **LIMIT) as two:
         two.update_weights([], version=0)

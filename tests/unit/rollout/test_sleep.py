@@ -15,7 +15,7 @@ from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.vllm import VllmApi
 from tests.direct_requests import ask
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process  # noqa: F401
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, fleet, ids, process
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,7 @@ def wake(fleet: Fleet, version: int) -> None:
 
 
 def test_all_sleep_and_wake_in_turn_and_serve_the_weights_that_they_are_given(
-    expected: list[list[int]],  # noqa: F811
-    tmp_path: Path,
+    expected: list[list[int]], tmp_path: Path
 ) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
@@ -75,10 +74,7 @@ def test_what_is_out_of_turn_is_refused_and_nothing_is_sent(tmp_path: Path) -> N
         assert {r.policy_version for r in one.generate(PROMPTS, SAMPLING, 0)} == {2} and one.take_events() == []
 
 
-def test_a_server_that_dies_asleep_is_started_when_the_others_are_awake(
-    expected: list[list[int]],  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_dies_asleep_is_started_when_the_others_are_awake(expected: list[list[int]], tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
         two.sleep()

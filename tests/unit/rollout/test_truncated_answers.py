@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tepo_megatron.losses.advantages import without_truncated
 from tepo_megatron.types import Prompt, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, decode, encode, ids_crc
-from tepo_megatron.weight_sync.receiver.vllm_answers import sampling_masks
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=1, max_tokens=4, top_k=50, top_p=0.9)
@@ -65,18 +63,6 @@ def test_masks_travel_in_binary_answers(api: VllmApi | SglangApi) -> None:
 def test_masks_that_do_not_fit_are_refused(masks: tuple[np.ndarray, np.ndarray], error: str) -> None:
     with pytest.raises((ValueError, OverflowError), match=error):
         checked_rollout(PROMPT, [2, 9], [-0.5, 0.0], "length", replace(SAMPLING, max_tokens=2), 0, None, masks)
-
-
-def test_the_masks_of_vllm_are_the_ids_above_minus_infinity() -> None:
-    """The sampled token comes first, and again among the most likely ones; in the last position it is not among them."""
-    inf = float("inf")
-    flat = SimpleNamespace(
-        token_ids=[3, 3, 8, 1, 5, 5, 0, 2, 4, 7, 6, 9],
-        logprobs=[-0.1, -0.1, -2.0, -inf, 0.0, 0.0, -inf, -inf, -3.0, -0.2, -1.0, -2.9],
-        start_indices=[0, 4, 8],
-    )
-    ids, counts = sampling_masks(flat)
-    assert ids.tolist() == [3, 8, 5, 4, 7, 6, 9] and counts.tolist() == [2, 1, 4]
 
 
 def test_masks_are_joined_and_dropped_with_the_tokens() -> None:

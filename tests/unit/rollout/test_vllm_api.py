@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
@@ -51,17 +50,6 @@ def as_json(value: Any) -> HttpAnswer:
 
 def parse(value: Any, version: int) -> list[Rollout]:
     return VllmApi().decode(as_json(value), ASK, version)
-
-
-def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
-    first, second = parse(answer(), version=3)
-    assert first.token_ids_L.tolist() == [4, 5, 6, 8, 2] and first.token_ids_L.dtype == torch.int64
-    assert first.response_mask_L.tolist() == [False, False, False, True, True]
-    assert first.rollout_logprobs_L.tolist() == [0, 0, 0, -0.5, -0.25]
-    assert first.rollout_logprobs_L.dtype == torch.float32
-    assert (first.stop_reason, second.stop_reason) == ("stop", "length")
-    assert (first.prompt_id, first.answer, first.policy_version, first.status) == (7, "9", 3, "ungraded")
-    assert second.response_ids == [8, 9, 10]
 
 
 @pytest.mark.parametrize(

@@ -329,15 +329,6 @@ def test_fp8_export_has_the_layout_that_engines_load(tmp_path: Path) -> None:
     assert status == 1 and "the weights are quantized (quantization_config)" in err
 
 
-def test_export_casts_to_the_requested_dtype(tmp_path: Path) -> None:
-    hf = tmp_path / "hf"
-    tiny_qwen3(hf, tied=False)
-    succeed("import", "--hf", hf, "--out", tmp_path / "megatron")
-    succeed("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "bf16", "--dtype", "bf16")
-    assert_same(tensors(tmp_path / "bf16"), {n: t.bfloat16() for n, t in tensors(hf).items()})
-    assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
-
-
 def test_verify_names_what_differs(tmp_path: Path) -> None:
     hf, megatron = tmp_path / "hf", tmp_path / "megatron"
     tiny_qwen3(hf, tied=False)
@@ -363,19 +354,6 @@ def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
     (hf / "config.json").write_text(json.dumps(config))
     status, output, _ = convert("verify", "--hf", hf, "--megatron", megatron)
     assert status == 1 and "35 of 35 bitwise equal" in output and "layer 0" in output
-
-
-def test_inspect_shows_kind_family_and_parameters(tmp_path: Path) -> None:
-    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
-    model = tiny_qwen3(hf, tied=False)
-    succeed("import", "--hf", hf, "--out", megatron)
-    numbers = f"{model.num_parameters():,}"
-    for path, kind in ((hf, "Hugging Face model"), (megatron, "Megatron checkpoint (torch_dist)")):
-        output = succeed("inspect", path)
-        assert kind in output and "family: qwen3" in output and "num_layers=3" in output
-        assert f"parameters: {numbers} ({numbers} in float32)" in output and "iteration" not in output
-    listed = succeed("inspect", megatron, "--tensors")
-    assert "decoder.layers.mlp.linear_fc1.weight  [3, 768, 128]  float32" in listed
 
 
 def test_the_command_finds_its_folders_before_megatron_is_imported() -> None:
