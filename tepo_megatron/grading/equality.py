@@ -1,7 +1,7 @@
 """Decide whether two answers are equal, with math-verify and repairs for its false positives and false negatives.
 
-Each repair names the fault of math-verify 0.9.0 that it corrects; docs/rewards.md has the list, tests/data/grading_pairs.txt the
-cases.
+Each repair names the fault of math-verify 0.9.0 that it corrects; docs/rewards.md has the list, tests/data/grading_pairs.txt
+the cases.
 """
 
 from collections.abc import Callable
