@@ -33,7 +33,7 @@ def expectation(
     dtype: torch.dtype = torch.float64,
     nudge: int = 0,
 ) -> reference.Trained:
-    """Train the reference as the config says, on the rollouts of all steps; `nudge` as in `reference.Trainer`."""
+    """Train the reference as the config says, on the rollouts of all steps; `nudge` as in `load`."""
     method = method or method_of(build_objective(cfg.objective))
     optimizer, adam = cfg.optimizer, cfg.megatron.known_optimizer
     settings = reference.Settings(

@@ -127,13 +127,8 @@ class Trainer:
         found: Sequence[Mapping[str, Tensor]] | None = None,
         nudge: int = 0,
     ) -> None:
-        """Load the model. `nudge` is the seed of a change of its weights by at most half an ulp of fp32; 0 for none."""
-        self.model, self.method, self.settings = load(path, settings.dtype), method, settings
-        if nudge:
-            generator = torch.Generator().manual_seed(nudge)
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p *= 1 + 2.0**-24 * (2 * torch.rand(p.shape, generator=generator, dtype=torch.float64) - 1)
+        """Load the model; `nudge` as in `load`."""
+        self.model, self.method, self.settings = load(path, settings.dtype, nudge), method, settings
         self.ref = None if ref is None else load(ref, settings.dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms and biases: never decayed

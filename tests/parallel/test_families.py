@@ -255,9 +255,9 @@ def rewarded_batch() -> TrainBatch:
 
 
 @functools.cache
-def reference_step(name: str, folder: Path, dtype: torch.dtype = torch.float64) -> tepo.Step:
+def reference_step(name: str, folder: Path, dtype: torch.dtype = torch.float64, nudge: int = 0) -> tepo.Step:
     """A step with the policy gradient of -sum A log pi / N, in the file's names."""
-    trainer, batch = tepo.Trainer(reference(name, folder)[0], **cases.ADAM, dtype=dtype), rewarded_batch()
+    trainer, batch = tepo.Trainer(reference(name, folder)[0], **cases.ADAM, dtype=dtype, nudge=nudge), rewarded_batch()
     loss = torch.zeros((), dtype=torch.float64)
     for rollout, advantage in zip(batch.rollouts, batch.advantages_B.double(), strict=True):
         logprob, _ = tepo.statistics(trainer.model, rollout.token_ids_L, rollout.response_mask_L, cases.TEMPERATURE)
@@ -289,4 +289,4 @@ def test_a_training_step_equals_the_reference(folder: Path, name: str, layout: d
     """Loss, gradient norm, and gradients and weights per tensor, by ||a - b|| / ||b||."""
     cfg = cases.run_config(reference(name, folder)[0], layout, max_tokens=50, objective={"name": "reinforce"})
     ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, (rewarded_batch(),))
-    cases.compare(ranks, (reference_step(name, folder),), lambda: (reference_step(name, folder, torch.float32),))
+    cases.compare(ranks, (reference_step(name, folder),), lambda nudge: (reference_step(name, folder, torch.float32, nudge),))

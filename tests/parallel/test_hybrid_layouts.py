@@ -4,6 +4,7 @@ transformers' own fp32, on one rank and without packing, is off by more than 1e-
 that nearly cancel. Twice what it is off by is the bound (`cases.compare`).
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 def check(case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, **how) -> None:
     cfg = cases.run_config(case.model, layout, max_tokens, **how)
     ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, batches or case.batches)
-    cases.compare(ranks, case.steps, lambda: cases.reference_steps(case.model, case.batches, torch.float32))
+    cases.compare(ranks, case.steps, partial(cases.reference_steps, case.model, case.batches, torch.float32))
 
 
 def test_the_case_tests_something(hybrid: cases.Case) -> None:

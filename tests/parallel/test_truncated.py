@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_steps_on_the_engines_masks_are_those_of_the_reference(truncated: cases.
     """Loss, gradients and weights of two optimizer steps, with the KL mask's entropies among them."""
     cfg = config(truncated, cases.LAYOUTS[name], 90, **training)
     ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, truncated.batches)
-    cases.compare(ranks, truncated.steps, lambda: cases.reference_steps(truncated.model, truncated.batches, torch.float32))
+    cases.compare(ranks, truncated.steps, partial(cases.reference_steps, truncated.model, truncated.batches, torch.float32))
 
 
 def passes(rank: int, cfg: Config, batch: TrainBatch) -> dict[str, Any]:

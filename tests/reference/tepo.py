@@ -50,11 +50,19 @@ class Step:
     mask_share: float
 
 
-def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """Return the HF model, with eager attention and experts (grouped products take no fp64), in fp64 by default."""
+def load(path: Path, dtype: torch.dtype = torch.float64, nudge: int = 0) -> torch.nn.Module:
+    """Return the HF model, with eager attention and experts (grouped products take no fp64), in fp64 by default.
+
+    `nudge` is the seed of a change of its weights by at most half an ulp of fp32; 0 for none.
+    """
     widen()
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager).to(dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager).to(dtype)
+    generator = torch.Generator().manual_seed(nudge)
+    with torch.no_grad():
+        for p in model.parameters() if nudge else ():
+            p *= 1 + 2.0**-24 * (2 * torch.rand(p.shape, generator=generator, dtype=torch.float64) - 1)
+    return model
 
 
 def statistics(
@@ -115,8 +123,9 @@ class Trainer:
         weight_decay: float,
         clip: float,
         dtype: torch.dtype = torch.float64,
+        nudge: int = 0,
     ) -> None:
-        self.model = load(path, dtype)
+        self.model = load(path, dtype, nudge)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms: never decayed
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
