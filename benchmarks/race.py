@@ -4,9 +4,9 @@
 
 A batch is 8 prompts x 8 samples of at most 10 tokens at temperature 1, learned from in 2 optimizer steps, with a sequence ratio
 and the mean over tokens. Groups without an advantage are kept, which TRL cannot drop. Both sides use fp32 and all cores: TRL in
-one process with its own generation (its vLLM mode supports vLLM up to 0.31), ours as `examples/reasoning_gym.yaml` says. The
-contestants take turns, and the first batch of each, which warms up, is not counted. Memory is the largest sum of proportional
-set sizes over the processes of a contestant.
+one process with its own generation (its vLLM mode supports vLLM up to 0.31), ours as `examples/reasoning_gym.yaml` says, but on
+one rank. The contestants take turns, and the first batch of each, which warms up, is not counted. Memory is the largest sum of
+proportional set sizes over the processes of a contestant.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Lap:
 def ours(steps: int, folder: Path, peers: Path) -> Lap:
     """Take the batches with `tepo train`."""
     words = ["-m", "tepo_megatron", "train", str(CONFIG), "--name", "race", "--output", str(folder), *SAME]
-    words += ["--training.steps", str(steps), "--rollout.record", "false", "--export_hf", "false"]
+    words += ["--training.steps", str(steps), "--rollout.record", "false", "--export_hf", "false", "--parallel.dp", "1"]
     memory = _peak([sys.executable, *words], dict(os.environ), folder / "ours.txt")
     records = [json.loads(line) for line in (folder / "race" / "metrics.jsonl").read_text().splitlines()]
     return Lap([record["seconds/total"] for record in records[1:]], memory)

@@ -52,7 +52,7 @@ from tepo_megatron.inference.samples import (
     prompt_seed,
     require_masks,
 )
-from tepo_megatron.inference.servers.environment import cpu_threads, devices, new_file, on_this_machine, without_torchrun
+from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, server_threads, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -121,7 +121,7 @@ class SglangApi:
         if launch.platform == "cuda":
             env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
         if launch.platform == "cpu":
-            env |= {CPU_VARIABLE: "1"} | cpu_threads(env, launch.model_path, launch.servers * cfg.tp)
+            env |= {CPU_VARIABLE: "1"} | server_threads(env, launch.model_path, launch.servers * cfg.tp)
             if cfg.tp > 1:  # by default it needs a NUMA node for each rank
                 cores = sorted(os.sched_getaffinity(0))
                 env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(cfg.tp))

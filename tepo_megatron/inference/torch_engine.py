@@ -15,7 +15,7 @@ from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Send, ServerInfo, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import accepted, binary_rollouts, prompt_seed
-from tepo_megatron.inference.servers.environment import cpu_threads, devices, on_this_machine, without_torchrun
+from tepo_megatron.inference.servers.environment import devices, on_this_machine, server_threads, without_torchrun
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
@@ -48,7 +48,7 @@ class TorchApi:
         env |= {KEY_VARIABLE: key, "HF_HUB_OFFLINE": "1"}
         if launch.platform == "cuda":
             return env | devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
-        return env | cpu_threads(env, launch.model_path, launch.servers)
+        return env | server_threads(env, launch.model_path, launch.servers)
 
     async def server_info(self, send: Send) -> ServerInfo:
         """Ask for the versions of PyTorch and transformers, the label of the weights, and the longest sequence."""

@@ -44,7 +44,7 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
-from tepo_megatron.inference.servers.environment import cpu_threads, devices, on_this_machine, without_torchrun
+from tepo_megatron.inference.servers.environment import devices, on_this_machine, server_threads, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
@@ -133,7 +133,7 @@ class VllmApi:
                 env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # needed for `uni`; the server is a separate process anyway
             else:
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it needs a NUMA node for each rank
-            env |= cpu_threads(env, launch.model_path, launch.servers * cfg.tp)
+            env |= server_threads(env, launch.model_path, launch.servers * cfg.tp)
             # oneDNN caches a compiled kernel for each number of tokens, 1024 by default: a small server grew by 0.4 GiB in
             # 80 steps, and went on growing because evictions fragment the memory.
             env.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)

@@ -19,7 +19,7 @@ from tepo_megatron.launcher.ranks import RankProcesses, RestartPolicy, first_fai
 from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
+from tepo_megatron.utils.memory_kills import MemoryKills, cpu_threads, usable_cores
 from tepo_megatron.utils.processes import ATTEMPT, LAUNCHER, RANK_THREADS
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.scratch import WORLD_FOLDER, make_private_folder
@@ -54,7 +54,7 @@ def launch(
             with them (PR_SET_PDEATHSIG).
     """
     ranks = nodes.ranks(cfg.parallel.world_size)
-    threads = _threads(len(ranks), cfg.platform)
+    threads = _threads(len(ranks), cfg.platform, cfg.model.path)
     with_ranks = {LAUNCHER: str(os.getpid()), "LOCAL_WORLD_SIZE": str(len(ranks))} | threads
     policy = RestartPolicy(cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0, cfg.run_dir / "checkpoints")
     attempt = 0
@@ -115,12 +115,12 @@ def _local_rendezvous(folder: Path, server: AnyServerConfig) -> dict[str, str]:
     return {WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"} | ({} if server.others else {"NCCL_SOCKET_IFNAME": "=lo"})
 
 
-def _threads(ranks: int, platform: str) -> dict[str, str]:
+def _threads(ranks: int, platform: str, model: str) -> dict[str, str]:
     """Return the number of threads of each of a machine's ranks; what the environment says takes precedence."""
     threads = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
     if platform == "cpu":
-        # one thread per rank; waiting threads must not spin, because the server works on the same cores
-        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        # waiting threads must not spin, because the server works on the same cores
+        threads = {"OMP_NUM_THREADS": str(cpu_threads(Path(model), ranks)), "OMP_WAIT_POLICY": "PASSIVE"}
     ours = {name: value for name, value in threads.items() if name not in os.environ}
     return ours | ({RANK_THREADS: "1"} if "OMP_NUM_THREADS" in ours else {})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.utils.loopback import without_proxy
-from tepo_megatron.utils.memory_kills import usable_cores
+from tepo_megatron.utils.memory_kills import cpu_threads
 from tepo_megatron.utils.processes import LAUNCHER, RANK_THREADS
 
 # Variables that describe the world to ranks; a server must not see them.
@@ -17,10 +17,6 @@ _WORLD = {
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("TEPO_WORLD_FOLDER", "TEPO_ERROR_FILE", LAUNCHER, "TEPO_ATTEMPT", "TEPO_START_ID"),  # our launcher
 }
-
-
-# Below it a server on CPUs has one thread: with a model of 0.6 M parameters a second one only costs. With 135 M two are faster.
-_ONE_THREAD_BYTES = 64 * 2**20
 
 
 def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -34,13 +30,12 @@ def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in inherited.items() if name not in removed and not name.startswith("TORCHELASTIC_")}
 
 
-def cpu_threads(env: Mapping[str, str], model_path: Path, processes: int) -> dict[str, str]:
+def server_threads(env: Mapping[str, str], model: Path, processes: int) -> dict[str, str]:
     """Return the variables of a server's threads on CPUs, for `processes` of all servers on this machine.
 
     The servers share all cores, because the ranks wait while they sample. What the user's environment says takes precedence.
     """
-    small = sum(file.stat().st_size for file in model_path.glob("*.safetensors")) < _ONE_THREAD_BYTES
-    threads = env.get("OMP_NUM_THREADS") or str(1 if small else max(1, usable_cores() // processes))
+    threads = env.get("OMP_NUM_THREADS") or str(cpu_threads(model, processes))
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
