@@ -76,16 +76,16 @@ def pattern(expression: str) -> Grader:
 def custom(spec: str) -> Grader:
     """Return the grader (prompt, response, answer, row) -> graded with the user function's value, or failed with the error.
 
-    `row` is JSON of the other columns, which a function gets that takes a fourth argument.
+    `row` is JSON of the other columns, for a function with a parameter of that name.
     """
     from tepo_megatron.utils.user_file import describe_error, load, takes
 
     found = load(spec, "function")
-    takes_row = takes(found.value, 4)
+    takes_row = takes(found.value, "row")
 
     def graded(prompt: str, response: str, answer: str, row: str) -> Graded:
         try:
-            returned = found.value(prompt, response, answer, *([json.loads(row)] if takes_row else []))
+            returned = found.value(prompt, response, answer, **({"row": json.loads(row)} if takes_row else {}))
             number = float(returned) if hasattr(returned, "__float__") else math.nan  # text has none: float("1.0") parses
         except (Exception, SystemExit) as e:
             return "failed", 0.0, describe_error(e, found.file)[:_DETAIL_CHARS]

@@ -155,7 +155,7 @@ class LengthTerm:
 class CustomTerm(_PooledTerm):
     """Grades with a user's function `name(prompt, response, answer[, row]) -> float` in worker processes.
 
-    The first three are text; `row` is a dict of the other columns of the dataset's row, as JSON can write them.
+    The first three are text. A parameter of the name `row` gets a dict of the other columns, as JSON can write them.
 
     Statuses: graded, timeout, died; the last two count as 0. If the function raises, or returns no finite number, grading ends
     with a RewardError that names file and line, since the function is at fault, not the sample.
@@ -182,8 +182,8 @@ def check_function(spec: str) -> None:
         raise ConfigError(
             f"{key}: {function.name} is no function; write `def {function.name}(prompt, response, answer) -> float`"
         )
-    if not user_file.takes(function.value, 4):
-        user_file.check_takes(function, key, 3, "prompt, response, answer and, if it wants the other columns, row")
+    named = ["row"] if user_file.takes(function.value, "row") else []
+    user_file.check_takes(function, key, 3, "prompt, response, answer and, if it wants the other columns, row", *named)
 
 
 class ReasoningGymTerm(_PooledTerm):

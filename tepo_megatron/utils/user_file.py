@@ -50,18 +50,17 @@ def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     return UserFunction(file, name, value, code)
 
 
-def takes(function: Any, arguments: int) -> bool:
-    """Return whether the function accepts this number of positional arguments."""
-    with contextlib.suppress(TypeError):
-        inspect.signature(function).bind(*(object() for _ in range(arguments)))
-        return True
+def takes(function: Any, name: str) -> bool:
+    """Return whether the function has a parameter of this name."""
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+        return name in inspect.signature(function).parameters
     return False
 
 
-def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> None:
-    """Raise ConfigError unless the function accepts this number of positional arguments."""
+def check_takes(found: UserFunction, key: str, arguments: int, what: str, *named: str) -> None:
+    """Raise ConfigError unless the function accepts this number of positional arguments, and those named."""
     try:
-        inspect.signature(found.value).bind(*(object() for _ in range(arguments)))
+        inspect.signature(found.value).bind(*(object() for _ in range(arguments)), **dict.fromkeys(named))
     except TypeError as e:
         raise ConfigError(f"{key}: {found.name} must take {what} and nothing else ({e}); give the rest defaults") from None
 

@@ -29,10 +29,10 @@ def share(prompt, response, answer):
     return response.count(answer) / len(response) + 100 * len(prompt)
 
 def verdict(prompt: str, response: str, answer: str, strict: bool = True) -> bool:
-    return response == answer
+    return response == answer and strict is True
 
-def column(prompt, response, answer, row):
-    return row["points"] if response == answer else row.get("penalty", 0)
+def column(prompt, response, answer, scale=1, *, row):
+    return scale * (row["points"] if response == answer else row.get("penalty", 0))
 
 def fails(prompt, response, answer):
     return 1 / (len(response) - 3)
@@ -158,6 +158,8 @@ def test_a_function_may_take_the_other_columns(functions: str) -> None:
     rollouts = [dataclasses.replace(rollout(text), row=row) for text, row in itertools.product(("7", "8"), rows)]
     graded = score(config({"type": "custom", "function": f"{functions}:column"}), rollouts)
     assert [r.score for r in graded] == [2.5, 1.0, 0.0, -1.0]
+    graded = score(config({"type": "custom", "function": f"{functions}:verdict"}), rollouts)
+    assert [r.score for r in graded] == [1, 1, 0, 0], "a default of another name keeps its value"
 
 
 def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> None:
