@@ -15,7 +15,7 @@ from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelCo
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.config.megatron import CHECKED, TESTED, untested_fields
 from tepo_megatron.config.owned_fields import OWNED
-from tepo_megatron.doctor import versions
+from tepo_megatron.doctor import machine
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture, Experts
 from tests.parallel import cases
@@ -161,10 +161,10 @@ def test_what_no_test_trains_with_is_said() -> None:
         "megatron.optimizer.log_num_zeros_in_grad, megatron.optimizer.store_param_remainders: passed to Megatron-Core, "
         "not tested here"
     )
-    (found,) = versions.passed_fields(cfg.megatron)
+    (found,) = machine.passed_fields(cfg.megatron)
     assert found.verdict == "warn" and line in str(found)
     tested = MegatronConfig(ddp={"bucket_size": 5}, optimizer={"adam_beta2": 0.9})
-    assert untested_fields(tested) == [] and list(versions.passed_fields(tested)) == []
+    assert untested_fields(tested) == [] and list(machine.passed_fields(tested)) == []
 
 
 def _built(rank: int, cfg: Config) -> dict[str, dict[str, Any]]:
