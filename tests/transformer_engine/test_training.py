@@ -8,6 +8,7 @@ the kernels of a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_layout_equals_reference(
     case = made[embeddings]
     cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", fused=fused, training=_keys(max_tokens))
     ranks = run_world(cfg.parallel.world_size, _train, cfg, case.batches)
-    cases.compare(ranks, case.steps, lambda: cases.reference_steps(case.model, case.batches, torch.float32))
+    cases.compare(ranks, case.steps, partial(cases.reference_steps, case.model, case.batches, torch.float32))
 
 
 @pytest.mark.parametrize(("embeddings", "layout"), [("tied", "DP2"), ("untied", "DP2")])
