@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tepo_megatron.inference.samples import LARGEST_SEED, prompt_seed
 from tepo_megatron.inference.vllm import VllmApi, completion_request
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.exchange import HttpAnswer
+from tepo_megatron.utils.memory_kills import usable_cores
+from tepo_megatron.utils.processes import LAUNCHER, RANK_THREADS
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))
@@ -124,6 +127,20 @@ def test_the_key_and_torchrun_stay_where_they_belong() -> None:
     assert env["VLLM_API_KEY"] == "sekrit" and env["PATH"] == "/bin"
     assert not env.keys() & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     assert "OMP_NUM_THREADS" not in VllmApi().environment(ServerConfig(), CUDA, inherited, "sekrit")
+
+
+def test_threads_on_a_cpu_are_the_users_or_fit_the_model(tmp_path: Path) -> None:
+    """The launcher's number is for ranks. A small model has one thread, others share the cores, and the user decides."""
+
+    def threads(**inherited: str) -> str:
+        launch = replace(CPU, model_path=tmp_path, servers=1)
+        return VllmApi().environment(ServerConfig(), launch, {LAUNCHER: "1"} | inherited, "key")["OMP_NUM_THREADS"]
+
+    ours = {"OMP_NUM_THREADS": "7", RANK_THREADS: "1"}
+    assert threads(**ours) == "1" and threads(OMP_NUM_THREADS="7") == "7"
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2**27)
+    assert threads(**ours) == str(usable_cores()) and threads(OMP_NUM_THREADS="7") == "7"
 
 
 def test_it_gives_nothing_up_before_its_run_does() -> None:
