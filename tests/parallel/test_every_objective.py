@@ -43,7 +43,8 @@ SHARES = {"loss/clip_fraction": "clipped", "tepo/kl_mask_share": "masked", "weig
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("rows"), "qwen3", tied=True, layers=2, steps=1)
+    # with this seed every condition of every row acts, and no number is near a threshold
+    return make_material(tmp_path_factory.mktemp("rows"), "qwen3", tied=True, layers=2, steps=1, seed=16)
 
 
 @pytest.fixture(scope="module")
