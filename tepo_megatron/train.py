@@ -70,7 +70,7 @@ def train(
     parallel.shutdown()
     if ended is not None and is_main:
         saved = f"the checkpoint of step {ended} is complete" if ended else "no step was complete"
-        raise RunStopped(f"{cfg.run_dir}: ended on request; {saved}; go on with --resume true")
+        raise RunStopped(f"{cfg.run_dir}: ended on request; {saved}; go on with tepo resume")
 
 
 def _watched(
@@ -181,9 +181,9 @@ class _Loop:
             driver.log_step(step, log, clock)
         with tracer.span("evaluate"):
             schedule.evaluate_if_due(step)
-        every, last = self.cfg.checkpoint.every, step == training.steps or schedule.ended
+        every, last = self.cfg.checkpoint.steps, step == training.steps or schedule.ended
         with tracer.span("checkpoint"):
-            if _is_due(step, every) or (last and every) or schedule.save_requested:
+            if _is_due(step, every) or (last and (every or self.saved)) or schedule.save_requested:
                 schedule.load_trainer()
                 self._save()
             driver.log_checkpoint(self.checkpoints.poll())

@@ -139,6 +139,21 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def resume(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo resume RUN_DIR [--watch] [--nnodes N ...] [--key value ...]`."""
+    from tepo_megatron.cli.resume import config_of, said_before, words_of
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.sft.settings import is_supervised
+
+    args.config = config_of(args.run_dir)
+    words = words_of(args.run_dir, overrides)
+    cfg = load_config(args.config, words)
+    if _nodes(args).is_first and not run_dir.finished(cfg):
+        for line in said_before(args.run_dir, words):
+            print(escaped(line), flush=True)
+    return sft(args, words) if is_supervised(cfg.sft, cfg.data) else train(args, words)
+
+
 def sft(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo sft CONFIG [--nnodes N ...] [--key value ...]`."""
     from tepo_megatron.sft.command import sft

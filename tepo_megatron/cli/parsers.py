@@ -14,8 +14,9 @@ from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.scratch import home
 
 # They take --section.key VALUE.
-COMMANDS_WITH_KEYS = ("train", "sft", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
-_FIRST_WORDS = {"replay": ("RUN_DIR", "the run's directory"), "evaluate": ("CHECKPOINT", "the checkpoint")}
+COMMANDS_WITH_KEYS = ("train", "resume", "sft", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
+_RUN = ("RUN_DIR", "the run's directory")
+_FIRST_WORDS = {"resume": _RUN, "replay": _RUN, "evaluate": ("CHECKPOINT", "the checkpoint")}
 Subparsers = argparse._SubParsersAction
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_sft, _add_replay, _add_report, _add_watch, _add_alerts, _add_trace, _add_audit,
+        _add_train, _add_resume, _add_sft, _add_replay, _add_report, _add_watch, _add_alerts, _add_trace, _add_audit,
         _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
@@ -73,6 +74,20 @@ def _add_train(subparsers: Subparsers) -> None:
     parser.add_argument("--watch", action="store_true", help="serve the live page, and print its URL (docs/watch.md)")
     _add_nodes(parser)
     parser.set_defaults(run=commands.train)
+
+
+def _add_resume(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "resume",
+        help="go on with a run under its own config, with the given keys changed",
+        usage="tepo resume RUN_DIR [--watch] [--nnodes N --node-rank I --rdzv-endpoint HOST:PORT] [--section.key VALUE ...]",
+        epilog="From the newest checkpoint whose every byte is as it was (docs/faults.md).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.add_argument("--watch", action="store_true", help="serve the live page, and print its URL (docs/watch.md)")
+    _add_nodes(parser)
+    parser.set_defaults(run=commands.resume)
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:

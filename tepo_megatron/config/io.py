@@ -29,7 +29,7 @@ REMOVED: Mapping[str, str] = {
     "sync.canary_every": _CANARIES,
     "sync.delta=elements": "set sync.delta: layers",
     "sync.transport.slices": "every rank of a server receives whole tensors; remove the key",
-    "parallel.min_dp": "end the run, and start it with --resume true and a smaller parallel.dp; remove the key",
+    "parallel.min_dp": "end the run, and go on with tepo resume RUN --parallel.dp N; remove the key",
     "reward.terms.judge.server": _JUDGE,
     "reward.terms.judge.servers": _JUDGE,
     "reward.terms.judge.min_servers": _JUDGE,

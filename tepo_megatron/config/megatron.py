@@ -247,7 +247,7 @@ def check_overlap(megatron: MegatronConfig, parallel: ParallelConfig, attention:
             raise ValueError(f"{key} speaks of buckets, and with {off} there is one; set that to true, or this to {instead}")
 
 
-def check_optimizer_state(megatron: MegatronConfig, checkpoint_every: int, resume: bool, colocate: bool) -> None:
+def check_optimizer_state(megatron: MegatronConfig, checkpoint_every: int | str, resume: bool, colocate: bool) -> None:
     """Raise ValueError if the optimizer's state is not what checkpoints and colocation can handle: fp32, on the device."""
     adam = megatron.known_optimizer
     offload = f"optimizer_offload_fraction={adam.optimizer_offload_fraction:g}" if adam.optimizer_offload_fraction else ""

@@ -109,7 +109,7 @@ class Config:
     @property
     def restarts_ranks(self) -> bool:
         """Return whether ranks that fail are restarted from a checkpoint."""
-        return bool(self.checkpoint.every and self.checkpoint.max_restarts) and not self.rollout.only
+        return bool(self.checkpoint.steps and self.checkpoint.max_restarts) and not self.rollout.only
 
     @property
     def run_dir(self) -> Path:

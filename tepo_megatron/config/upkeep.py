@@ -1,5 +1,6 @@
 """Sections `evaluation`, `checkpoint` and `logging`: what a run does besides training."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -73,8 +74,9 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: Ro
 class CheckpointConfig:
     """Checkpoints from which a run can resume, in `checkpoints/` of the run's folder. All ranks must share that folder."""
 
-    # Number of steps between checkpoints; 0: no checkpoints.
-    every: NonNegative = 0
+    # Number of steps between checkpoints, or the time since the last one, or the start, after which a step is followed by one,
+    # as "30 min"; 0: no checkpoints.
+    every: int | str = "30 min"
     # Number of the newest checkpoints that are kept.
     keep_last: Positive = 2
     # Also keep checkpoints whose step is a multiple of this number.
@@ -87,17 +89,37 @@ class CheckpointConfig:
     hf: bool = False
     # Number of consecutive restarts of the ranks from the newest checkpoint, after a rank was killed, hung or failed
     # unexpectedly, until a newer checkpoint is complete; 0: the run ends. The rollout service and the servers live on, and keep
-    # in host memory what was sampled for the steps after that checkpoint. No effect without checkpoint.every.
+    # in host memory what was sampled for the steps after that checkpoint. Needs a number of steps in `every`.
     max_restarts: NonNegative = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, str) and self.every >= 0:
+            return
+        if not isinstance(self.every, str) or not re.fullmatch(r"\d+(\.\d+)? ?min", self.every) or not self.minutes:
+            raise ValueError(f"checkpoint.every={self.every!r}: give a number of steps, minutes as '30 min', or 0 for none")
+
+    @property
+    def steps(self) -> int:
+        """Number of steps between checkpoints; 0 if none is written, or if they are written by time."""
+        return 0 if isinstance(self.every, str) else self.every
+
+    @property
+    def minutes(self) -> float:
+        """Minutes between checkpoints; 0 if they are not written by time."""
+        return float(self.every.removesuffix("min")) if isinstance(self.every, str) else 0.0
+
+    def is_due(self, seconds: float) -> bool:
+        """Return whether a checkpoint is due by time, this many seconds after the one before."""
+        return 0 < 60 * self.minutes <= seconds
 
 
 def check_checkpoint(checkpoint: CheckpointConfig, evaluation: EvaluationConfig) -> None:
     """Check that the best checkpoint can be kept. Raises ValueError."""
-    every = checkpoint.every
+    every = checkpoint.steps
     if checkpoint.keep_best and not (every and evaluation.every and evaluation.every % every == 0):
         raise ValueError(
             f"checkpoint.keep_best=true needs a checkpoint of every step that is evaluated, and evaluation.every="
-            f"{evaluation.every} is no multiple of checkpoint.every={every}; make it one, or set keep_best to false"
+            f"{evaluation.every} is no multiple of checkpoint.every={checkpoint.every}; make it one, or set keep_best to false"
         )
 
 

@@ -270,7 +270,7 @@ class MainDriver:
         """Write the summary and the report, or answer the request to end. See `driver.Driver.finish`."""
         self.log.check_in_place()
         if on_request:
-            self.log.message(f"ended on request after step {step}; go on with --resume true")
+            self.log.message(f"ended on request after step {step}; go on with tepo resume {self._cfg.run_dir}")
             self.log.sync()
             answer_stop(self._cfg.run_dir)
             return

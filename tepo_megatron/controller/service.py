@@ -77,6 +77,7 @@ class RolloutService:
         self._calls: queue.SimpleQueue[_Received | _Left | _End] = queue.SimpleQueue()
         self._cfg: Config | None = None
         self._driver: MainDriver | None = None
+        self._saved_at = 0.0  # `time.monotonic()` of the start, or of the last checkpoint that was asked for
         self._tasks: dict[int, _Task] = {}  # by number of the call of the present rank 0 that started it
         self._batches: dict[int, _Task] = {}  # step -> its rollouts, which are kept
         # one thread for all work, because the graders that a thread starts are ended when the thread ends
@@ -129,6 +130,7 @@ class RolloutService:
         if self._driver is not None:
             self._driver.reopen(plain(cfg))
         else:
+            self._saved_at = time.monotonic()
             self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
             if cfg.restarts_ranks:
                 self._keeps = self._driver.kept.keeps_batches = True
@@ -219,12 +221,19 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                run, trace = self._cfg.run_dir, self._started.trace.take_request()
-                return Waited("done", self._tasks.pop(number).future.result(0), save=trains and take_save(run), trace=trace)
+                trace, save = self._started.trace.take_request(), trains and self._save_is_due(self._cfg)
+                return Waited("done", self._tasks.pop(number).future.result(0), save=save, trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)
         return Waited("stop")  # nobody hears it
+
+    def _save_is_due(self, cfg: Config) -> bool:
+        """Return whether the step is to be followed by a checkpoint because someone asks for it, or by `checkpoint.minutes`."""
+        due = take_save(cfg.run_dir) or cfg.checkpoint.is_due(time.monotonic() - self._saved_at)
+        if due:
+            self._saved_at = time.monotonic()
+        return due
 
     def _answer(self, received: _Received, make: Callable[[], Any]) -> None:
         number, connection = received.call.number, received.connection

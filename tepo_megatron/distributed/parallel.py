@@ -246,7 +246,7 @@ def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: 
         if lost := [str(other) for other in range(world_size) if not store.check([f"restarted/{other}"])]:
             raise LostRanks(
                 f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s (parallel.start_seconds) after all ranks "
-                "had to be restarted: their machine is lost, or its launcher has ended; start the run again with --resume true"
+                "had to be restarted: their machine is lost, or its launcher has ended; go on with tepo resume"
             ) from None
 
 

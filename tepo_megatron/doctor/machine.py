@@ -167,7 +167,7 @@ def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, expo
     if checkpoint.every:
         said += f"; a checkpoint takes {parameters * (STATE_BYTES + weight) / speed:.2g} s at least, were it one stream"
     if speed < SLOW_DISK:
-        yield Finding("disk speed", "warn", said, "put output on a faster file system, or raise checkpoint.every")
+        yield Finding("disk speed", "warn", said, "put output on a faster file system, or save less often: checkpoint.every")
     else:
         yield Finding("disk speed", "pass", said)
 

@@ -92,8 +92,8 @@ def _refuse_what_is_there(run_dir: Path, overwrite: bool, resume: bool, only_sam
     holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((run_dir / n).exists() for n in _SIGNS)
     if holds_a_run and not (overwrite or resume):
         raise ConfigError(
-            f"{run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
-            f"--overwrite true"
+            f"{run_dir} holds a run already; go on with it with tepo resume {run_dir}, choose another `name`, or replace it "
+            f"with --overwrite true"
         )
     if holds_a_run and resume:
         _refuse_without_checkpoints(run_dir, only_samples)
@@ -182,8 +182,8 @@ def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
     checkpoints = (run_dir / "checkpoints").glob("step-*")
     if (run_dir / "summary.json").exists() and not any(c.name.removeprefix("step-").isdigit() for c in checkpoints):
         raise ConfigError(
-            f"{run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it again; choose "
-            f"another `name`, or replace it with --overwrite true"
+            f"{run_dir} holds a run that has ended and kept no checkpoints (shorter than checkpoint.every), so it would "
+            f"be trained again; choose another `name`, or replace it with --overwrite true"
         )
 
 

@@ -71,7 +71,7 @@ def fine_tune(cfg: Config, platform: Platform) -> None:
     is_main = groups.is_main
     parallel.shutdown()
     if stopped_at is not None and is_main:
-        raise RunStopped(f"{cfg.run_dir}: ended on request after update {stopped_at}, saved; go on with --resume true")
+        raise RunStopped(f"{cfg.run_dir}: ended on request after update {stopped_at}, saved; go on with tepo resume")
 
 
 @dataclass
@@ -161,7 +161,8 @@ class FineTuning:
 
     def run(self) -> int | None:
         """Take the updates that are left, then export. Return the last update if a request ended the run before."""
-        begun, losses = time.monotonic(), {}
+        losses = {}
+        begun = saved_at = time.monotonic()
         done = step = saved = self._resume()
         losses["before"] = self._held_out_loss()
         self._say(*self.source.lines)
@@ -169,14 +170,17 @@ class FineTuning:
         ended = was_measured and self._ends_early(losses["before"])  # as before the resume
         while not ended and step < self.source.plan.steps:
             self._refuse_requests()
-            if broadcast_object(self.groups.is_main and asked(self.cfg.run_dir, STOP), self.groups.host):
+            due = self.cfg.checkpoint.is_due(time.monotonic() - saved_at)
+            stop, due = broadcast_object((self.groups.is_main and asked(self.cfg.run_dir, STOP), due), self.groups.host)
+            if stop:
                 return self._stop(step, saved)
             step += 1
             ended = self._ends_early(self._update(step))
-            every = self.cfg.checkpoint.every
-            if every and (step % every == 0 or step == self.source.plan.steps or ended):
+            every = self.cfg.checkpoint.steps
+            last = step == self.source.plan.steps or ended
+            if due or (every and step % every == 0) or (last and (every or saved)):
                 self._save(step)
-                saved = step
+                saved, saved_at = step, time.monotonic()
             self._log_checkpoint(self.checkpoints.poll())
         self._log_checkpoint(self.checkpoints.wait())
         if self.cfg.export_hf:

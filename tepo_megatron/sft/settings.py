@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.config import SftConfig, TrainingConfig
+from tepo_megatron.config import DataConfig, SftConfig, TrainingConfig
 from tepo_megatron.config.io import parse_overrides, read_layers, set_key
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.errors import ConfigError
@@ -61,6 +61,11 @@ def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
         )
     made["checkpoint"] = (made.get("checkpoint") or {}) | {"keep_best": False}
     return made
+
+
+def is_supervised(sft: SftConfig, data: DataConfig) -> bool:
+    """Return whether `supervised` has made the config of these sections: no training by RL has prompts of one token."""
+    return sft.data is not None and sft.data == data.train and data.max_prompt_tokens == 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _FIX = (
     "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
-    "(--resume true continues from the last checkpoint)"
+    "(tepo resume goes on from the last checkpoint)"
 )
 _GIB = 2**30
 _ONE_THREAD_BYTES = 64 * 2**20  # of a model

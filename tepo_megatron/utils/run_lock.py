@@ -128,6 +128,22 @@ def is_under_way(run_dir: Path) -> bool:
     return False
 
 
+def is_gone(run_dir: Path) -> bool:
+    """Return whether the launcher of a run is gone. Takes no lock, so a start is not refused meanwhile.
+
+    False if it is on another machine, which cannot be seen from here.
+    """
+    try:
+        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return not (run_dir / LOCK_FILE).exists()
+    try:
+        owner = _read(file)
+    finally:
+        os.close(file)
+    return owner is not None and owner["host"] == socket.gethostname() and owner["start"] != _start_of(owner["pid"])
+
+
 class FolderIdentity:
     """The folder that a run began in, held open to detect its replacement. An open inode is never reused for another folder."""
 

@@ -54,7 +54,7 @@ def disk_fault(error: BaseException, path: Path, written: bool = True) -> str | 
     meaning, fix = _MEANINGS[number]
     free = _free(path) if number in (errno.ENOSPC, errno.EDQUOT) else ""
     return (
-        f"{path}: cannot be written: {meaning} ({os.strerror(number)}{free}); {fix}, then start again (--resume true continues "
+        f"{path}: cannot be written: {meaning} ({os.strerror(number)}{free}); {fix}, then start again (tepo resume goes on "
         "from the last checkpoint)"
     )
 

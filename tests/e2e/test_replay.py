@@ -72,7 +72,7 @@ def test_a_run_comes_out_again(
         disturb(command, what, run)
     if what in ("launcher", "layout"):
         other = ["--parallel.tp", "1", "--parallel.dp", "2"] if what == "layout" else []
-        command = tepo(*words, *other, "--resume", "true")
+        command = tepo("resume", run, *other)
     assert command.wait(300) == 0, command.output
     rows = whole_lines(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and max(row["actor/grad_norm"] for row in rows) > 0

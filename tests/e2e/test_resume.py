@@ -1,4 +1,4 @@
-"""`tepo train --resume true` after kills from outside; the places of a kill are in tests/parallel/test_resume.py."""
+"""`tepo resume` after kills from outside; the places of a kill are in tests/parallel/test_resume.py."""
 
 import json
 import os
@@ -43,9 +43,9 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     os.kill(command.process.pid, signal.SIGKILL)
     command.assert_nothing_left()
     assert tepo("report", run).wait(240) == 0 and (run / "report.png").exists()
-    refused(tepo(*arguments(random_model, **RUN, name="killed")), "holds a run already; go on with it with --resume true")
+    refused(tepo(*arguments(random_model, **RUN, name="killed")), f"holds a run already; go on with it with tepo resume {run}")
 
-    again = arguments(random_model, **RUN, name="killed", resume="true")
+    again = ["resume", run]
     command = tepo(*again, "--checkpoint.max_restarts", "0", engine="slow")
     command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=240)
     command.until(lambda: len(whole_lines(run)) >= 6, timeout=240)

@@ -43,10 +43,10 @@ def test_a_signal_saves_and_ends_the_run_and_it_goes_on(
     name = signal.Signals(number).name
     assert f"tepo: {name}: the run saves a checkpoint and ends" in command.output and "Traceback" not in command.output
     step = saved_step(run)
-    assert f"ended on request; the checkpoint of step {step} is complete; go on with --resume true" in command.output
+    assert f"ended on request; the checkpoint of step {step} is complete; go on with tepo resume" in command.output
     assert (run / "stop.done").exists() and not (run / "summary.json").exists()
     command.assert_nothing_left()
-    again = tepo(*words, "--resume", "true", engine="good")
+    again = tepo("resume", run, engine="good")
     assert again.wait(2 * BOUND) == 0, again.output
     assert f"resume: from the checkpoint of step {step}\n" in (run / "log.txt").read_text()
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1)) and not (run / "metrics.lost.jsonl").exists()

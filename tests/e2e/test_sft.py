@@ -89,10 +89,10 @@ def test_sigterm_saves_and_a_resume_goes_on(tepo: Callable[..., Command], files:
     command.until(lambda: taken(run) >= 5, timeout=BOUND)
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.wait(BOUND) == os.EX_TEMPFAIL, command.output
-    assert "saved; go on with --resume true" in command.output
+    assert "saved; go on with tepo resume" in command.output
     refused = tepo(*words)
     assert refused.wait(BOUND) == 1 and "holds a run already" in refused.output
-    again = tepo(*words, "--resume", "true", "--parallel.dp", "2")
+    again = tepo("resume", run, "--parallel.dp", "2")
     assert again.wait(2 * BOUND) == 0, again.output
     assert "resume: from the checkpoint of update" in again.output
     check(run, files)

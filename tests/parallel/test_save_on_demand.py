@@ -98,6 +98,13 @@ def test_every_schedule_saves_its_last_step_and_takes_the_same_prompts(
 def test_a_request_to_save_is_answered_once_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     cfg = w.run_config(model, tmp_path, checkpoint={"keep_last": 9})
     w.attempt(cfg, tmp_path / "journal", 0, Request(ENGINE + "generate", 3, name=SAVE))
-    assert [path.name for path in (cfg.run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+    saved = {path.name for path in (cfg.run_dir / "checkpoints").iterdir()}
+    assert saved == {"step-00000003", f"step-{w.STEPS:08d}"}, "a run that has saved ends with a checkpoint"
     assert not (cfg.run_dir / SAVE).exists() and not (cfg.run_dir / STOPPED).exists()
     assert len(w.records(cfg.run_dir)) == w.STEPS
+
+
+def test_steps_are_followed_by_checkpoints_by_time(model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, checkpoint={"keep_last": 9, "every": "0.0001 min"})
+    w.attempt(cfg, tmp_path / "journal")
+    assert len(list((cfg.run_dir / "checkpoints").iterdir())) == w.STEPS

@@ -139,8 +139,9 @@ def test_shapes_that_a_preset_cannot_split_are_refused(
         ({"megatron": HOST, "platform": "cpu"}, "optimizer_offload_fraction=0.5 needs platform=cuda; use 0"),
         ({"megatron": {"optimizer": HOST["optimizer"] | MOMENT["optimizer"]}}, "exp_avg_dtype=fp8 and .*_fraction=0.5"),
         ({"megatron": MOMENT, "checkpoint": {"every": 2}}, "exp_avg_dtype=fp8 with checkpoint.every=2: .* to fp32"),
-        ({"megatron": HOST, "resume": True}, "fraction=0.5 with resume=true: .*fraction to 0"),
-        ({"megatron": HOST, "rollout": {"colocate": True}}, "fraction=0.5 with rollout.colocate=true"),
+        ({"megatron": HOST}, "fraction=0.5 with checkpoint.every=30 min"),
+        ({"megatron": HOST, "checkpoint": {"every": 0}, "resume": True}, "fraction=0.5 with resume=true: .*fraction to 0"),
+        ({"megatron": HOST, "checkpoint": {"every": 0}, "rollout": {"colocate": True}}, "fraction=0.5 with rollout.colocate=true"),
         ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tepo_megatron.report.panels import sections
 from tepo_megatron.report.run import RunRecord, Summary, facts, read_summary
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.records import parse_lines, steps_of
+from tepo_megatron.utils.run_lock import is_gone
 
 _SERVER = "server/"  # first part of the keys that a step records of its servers
 _STATES = {1.0: "up", 0.0: "lost"}
@@ -39,12 +40,14 @@ class LiveRun:
         self._cfg: Config | None = None
         self._summary: Summary | None = None
         self._notes: list[str] = []
+        self._gone = False
 
     def refresh(self) -> None:
         """Read what the run has written since the last call."""
         stamps = tuple(_stamp(self.folder / name) for name in ("config.yaml", "summary.json", METRICS_FILE))
-        if stamps != self._stamps:
-            self._stamps, self.version = stamps, self.version + 1
+        gone = is_gone(self.folder)
+        if (stamps, gone) != (self._stamps, self._gone):
+            self._stamps, self._gone, self.version = stamps, gone, self.version + 1
             self._read()
 
     def _read(self) -> None:
@@ -106,9 +109,10 @@ class LiveRun:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return whether the run has ended, and when it wrote its last step, in seconds since the epoch."""
-        stamp = _stamp(self.folder / METRICS_FILE)
-        return {"ended": self._summary is not None, "written": None if stamp is None else stamp[2] / 1e9, "now": time.time()}
+        """Return whether the run has ended or died, and when it wrote its last step, in seconds since the epoch."""
+        stamp, ended = _stamp(self.folder / METRICS_FILE), self._summary is not None
+        written = None if stamp is None else stamp[2] / 1e9
+        return {"ended": ended, "died": self._gone and not ended, "written": written, "now": time.time()}
 
 
 def server_rows(curves: Curves) -> list[tuple[str, ...]]:

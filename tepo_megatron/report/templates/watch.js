@@ -157,10 +157,11 @@ const ago = (seconds) => {
   const [size, unit] = seconds < 90 ? [1, "s"] : seconds < 5400 ? [60, "min"] : [3600, "h"];
   return `${Math.round(seconds / size)} ${unit}`;
 };
-const sayState = ({ state: { ended, written, now }, asked, dot, said }) => {
-  dot.className = `dot ${ended ? "ended" : written === null ? "" : "running"}`;
+const sayState = ({ state: { ended, died, written, now }, asked, dot, said }) => {
+  dot.className = `dot ${ended ? "ended" : died ? "died" : written === null ? "" : "running"}`;
   const passed = now - written + (performance.now() - asked) / 1000;
-  said.textContent = ended ? "ended" : written === null ? "no step yet" : `last step ${ago(Math.max(0, passed))} ago`;
+  const step = written === null ? "no step yet" : `last step ${ago(Math.max(0, passed))} ago`;
+  said.textContent = ended ? "ended" : died ? `not running (${step}); tepo resume goes on` : step;
 };
 const showRun = (place, data) => {
   const run = RUNS.get(place) ?? makeRun(place);

@@ -111,7 +111,7 @@ def test_a_recording_is_not_removed_by_the_run_that_replays_it(tmp_path: Path) -
 
 def test_checkpoints_alone_are_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path, "checkpoints/step-00000002/run.json")
-    with pytest.raises(ConfigError, match=r"holds a run already; go on with it with --resume true"):
+    with pytest.raises(ConfigError, match=r"holds a run already; go on with it with tepo resume"):
         run_dir.prepare(config(tmp_path))
     assert files(run) == {"checkpoints/step-00000002/run.json"}
 

@@ -15,6 +15,7 @@ from tepo_megatron.report import Curves
 from tepo_megatron.report.curves import BUCKETS
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.live.run import LiveRun, compared
+from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
 from tests.report_runs import measured, records, write_run
 
 
@@ -95,4 +96,15 @@ def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path:
     (first.folder / "config.yaml").write_text("model: [")
     first.refresh()
     assert first.version > version and first.plain()["notes"] and first.plain()["sections"] == []
+    with RunLock(second.folder) as lock:
+        lock.sign()
+        second.refresh()
+        assert not second.plain()["state"]["died"]
+        owner = (second.folder / LOCK_FILE).read_text()
+    version = second.version
+    second.refresh()
+    assert second.plain()["state"]["died"] and second.version > version, "a launcher that failed leaves no file"
+    (second.folder / LOCK_FILE).write_text(owner.replace('"start": "', '"start": "1'))  # of a pid that was given again
+    second.refresh()
+    assert second.plain()["state"]["died"], "a launcher that was killed leaves one"
     json.dumps([first.plain(), second.plain(), compared([first, second])], allow_nan=False)
