@@ -106,6 +106,11 @@ class DataConfig:
         ]
 
     @property
+    def held_out(self) -> list[DataSet]:
+        """Return the set of `eval`, if there is one."""
+        return [] if self.eval is None else [DataSet(path=self.eval, prompt_key=self.prompt_key, answer_key=self.answer_key)]
+
+    @property
     def name(self) -> str:
         """Return the name of the training data in errors."""
         return " and ".join(s.path for s in self.sets)

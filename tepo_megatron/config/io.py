@@ -66,6 +66,8 @@ SYNONYMS: Mapping[str, str] = {
     "max_prompt_length": "data.max_prompt_tokens",
     "max_seq_length": "sft.max_tokens",
     "kl_coef": "objective.beta",
+    "eps": "objective.clip_low and objective.clip_high",
+    "clip_eps": "objective.clip_low and objective.clip_high",
     "tensor_model_parallel_size": "parallel.tp",
     "tensor_parallel": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",
@@ -278,7 +280,8 @@ def _unknown_key(root: type, loc: tuple[Any, ...]) -> str:
         return f"unknown key; did you mean {close[0]}?"
     if elsewhere := _keys_named(root, name):
         return f"unknown key; did you mean {' or '.join(elsewhere)}?"
-    return f"unknown key; see {root.__module__.replace('.', '/')}.py for all keys"
+    section = ".".join(str(part) for part in loc[:-1] if not str(part).startswith("<")) or "a config"
+    return f"unknown key; {section} has: {', '.join(_names(cls))}"
 
 
 def _section_at(root: type, loc: tuple[Any, ...]) -> tuple[type | None, list[type]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tepo_megatron.config import DataConfig, DataSet, RewardConfig
+from tepo_megatron.config import DataConfig, RewardConfig
 from tepo_megatron.data.prompts import load_prompts
 from tepo_megatron.rewards.gold_check import unreadable_golds
 from tepo_megatron.types import Prompt
@@ -59,10 +59,9 @@ def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: "PreTrainedToken
         seen |= loaded.seen
         train.append((loaded.prompts, source.weight))
         log_lines += [str(loaded.report), loaded.report.reading(), *loaded.report.details()]
-    if cfg.eval is None:
+    if not cfg.held_out:
         return Data(train, [], log_lines)
-    source = DataSet(path=cfg.eval, prompt_key=cfg.prompt_key, answer_key=cfg.answer_key)
-    held_out = load_prompts(source, cfg, tokenizer, try_golds)
+    held_out = load_prompts(cfg.held_out[0], cfg, tokenizer, try_golds)
     log_lines += [str(held_out.report), held_out.report.reading(), *held_out.report.details()]
     if both := len(held_out.seen.keys() & seen.keys()):
         log_lines.append(f"warning: {both} of the {len(held_out.seen)} prompts of data.eval are in data.train too")

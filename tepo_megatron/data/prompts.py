@@ -16,6 +16,7 @@ from tepo_megatron.data.schemas import (
     answers_of,
     detect,
     fitting,
+    has,
     prompt_and_answer,
     same_gold,
 )  # fmt: skip
@@ -97,6 +98,16 @@ def load_prompts(
     return LoadedPrompts(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
 
 
+def check_rows(source: DataSet, cfg: DataConfig) -> None:
+    """Raise DataError for what the first rows of a set show. It needs no tokenizer; a dataset of the hub is not fetched."""
+    place = DatasetSource.of(source.path)
+    if not place.is_on_hub:
+        reader = place.reader()
+        schema, _ = _schema(reader, source, RowFaults(cfg.skip_bad_rows))
+        if source.answer_key is None:
+            _refuse_rivals(reader, schema)
+
+
 def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> tuple[Schema, list[Schema]]:
     """Return the schema of the first row that fits one, and the others that this row fits.
 
@@ -114,9 +125,13 @@ def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> tuple[Sche
         if schemas:
             return schemas[0], schemas[1:]
         if not faults.skip:
-            found = ", ".join(map(repr, whole)) or "none"
+            keys = ", ".join(map(repr, whole)) or "none"
+            named = {"data.prompt_key": source.prompt_key, "data.answer_key": source.answer_key}
+            for name, key in named.items():
+                if key is not None and not has(whole, key):
+                    raise DataError(f"{reader.where(at)}: {name}={key}: the row has no such key; its keys are {keys}")
             raise DataError(
-                f"{reader.where(at)}: no known schema has these keys: {found}; name those of prompt and answer with "
+                f"{reader.where(at)}: no known schema has these keys: {keys}; name those of prompt and answer with "
                 "data.prompt_key and data.answer_key"
             )
     if row is None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,20 +44,30 @@ class DatasetSource:
         start = _place(self.start, len(rows)) if self.start else 0
         return list(rows[start : _place(self.stop, len(rows)) if self.stop else None])
 
+    @property
+    def is_on_hub(self) -> bool:
+        """Return whether the path is the name of a Hugging Face dataset, and of nothing on this machine."""
+        return bool(not Path(self.path).exists() and _HUB.fullmatch(self.path) and not _FILE.search(self.path))
+
     def reader(self) -> RowReader:
         """Return the reader for the rows. Raise DataError if nothing is there, or if JSON-lines and parquet files are mixed."""
         if self.path.startswith(PREFIX):
             return ReasoningGymRows(self.path)
-        path = Path(self.path)
-        if not path.exists() and _HUB.fullmatch(self.path) and not _FILE.search(self.path):
-            return arrow.hugging_face(self.path)
-        if path.is_dir() or Path(self.path.partition(":")[0]).is_dir():
+        if self.is_on_hub or Path(self.path).is_dir() or Path(self.path.partition(":")[0]).is_dir():
             return arrow.hugging_face(self.path)
         files = files_of(self.path)
         of_parquet = [first_bytes(file).startswith(PARQUET) or file.suffix == ".parquet" for file in files]
         if len(set(of_parquet)) > 1:
             raise DataError(f"{self.path}: {files[0]} and {files[of_parquet.index(not of_parquet[0])]} are of two kinds")
         return arrow.parquet(files) if of_parquet[0] else JsonLines(files)
+
+
+def check_readable(path: str) -> None:
+    """Raise DataError if the first row of a dataset cannot be read. A dataset of the hub is not fetched."""
+    place = DatasetSource.of(path)
+    for _, row in islice(place.reader().rows((), passing_repeats=False), 1) if not place.is_on_hub else ():
+        if isinstance(row, DataError):
+            raise row
 
 
 class ReasoningGymRows:

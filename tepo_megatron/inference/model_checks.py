@@ -27,6 +27,16 @@ def check_experts(cfg: RolloutConfig, model_path: str) -> None:
         )
 
 
+def check_heads(cfg: RolloutConfig, heads: int) -> None:
+    """Raise ConfigError if the attention heads cannot be divided among the tensor-parallel ranks of a server."""
+    if cfg.replay is None and heads % cfg.server.tp:
+        able = [str(tp) for tp in range(1, heads + 1) if heads % tp == 0]
+        raise ConfigError(
+            f"rollout.server.tp={cfg.server.tp} does not divide the {heads} attention heads of the model; use one of "
+            f"{', '.join(able)}"
+        )
+
+
 def replayed_routing(cfg: RolloutConfig, model_path: str, platform: Literal["cpu", "cuda"]) -> Routing | None:
     """Return the routing whose expert choices the engine has to return; None without `rollout.replay_experts`."""
     if not cfg.replay_experts:

@@ -26,8 +26,15 @@ def preflight(cfg: Config, lengths: Mapping[str, int] | None = None) -> None:
     from tepo_megatron.actor.passed_fields import check_passed_fields
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve
+    from tepo_megatron.data.prompts import check_rows
     from tepo_megatron.evaluation.problems import check_sources
-    from tepo_megatron.inference.model_checks import check_experts, check_linear_attention, check_truncation, replayed_routing
+    from tepo_megatron.inference.model_checks import (
+        check_experts,
+        check_heads,
+        check_linear_attention,
+        check_truncation,
+        replayed_routing,
+    )
     from tepo_megatron.inference.servers.served_model import check_cache
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
@@ -52,6 +59,7 @@ def preflight(cfg: Config, lengths: Mapping[str, int] | None = None) -> None:
     check_shared_prompts(architecture, cfg.training)
     check_shapes(architecture, cfg.model, cfg.parallel, cfg.megatron.bf16_layers)
     check_passed_fields(cfg.megatron)
+    check_heads(cfg.rollout, architecture.num_heads)
     check_experts(cfg.rollout, cfg.model.path)
     check_linear_attention(cfg.rollout, cfg.model.path, cfg.platform)
     replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
@@ -63,6 +71,8 @@ def preflight(cfg: Config, lengths: Mapping[str, int] | None = None) -> None:
         if find_family(hf_config).architecture(hf_config) != architecture:
             raise ConfigError(f"objective.ref_kl.path={reference} has another architecture than model.path={cfg.model.path}")
         HfReader(reference)
+    for source in (*cfg.data.sets, *cfg.data.held_out) if lengths is None and cfg.rollout.replay is None else ():
+        check_rows(source, cfg.data)
 
 
 def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tepo_megatron.config.io import with_overrides
+from tepo_megatron.data.sources import check_readable
 from tepo_megatron.launcher.nodes import Nodes
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.launcher.start import start
@@ -13,6 +14,8 @@ def sft(path: str, words: list[str], nodes: Nodes, say: Callable[[str], object])
     """Run `tepo sft CONFIG [--key value ...]`; return the exit status."""
     cfg = with_overrides(read_tree(path, words), [], path)
     if nodes.is_first:
+        for source in filter(None, (cfg.sft.data, cfg.sft.eval)):
+            check_readable(source)
         preflight(cfg, {"sft.max_tokens": cfg.sft.max_tokens})
     start(cfg, worker="tepo_megatron.sft.worker", nodes=nodes)
     say(f"fine-tuned model: {cfg.run_dir / 'hf'}" if cfg.export_hf else f"finished: {cfg.run_dir}")

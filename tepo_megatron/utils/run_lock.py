@@ -5,6 +5,7 @@ which Linux's NFS client turns into a lock of the server) on a file that names i
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -19,6 +20,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.storage import disk_fault, writing
 
 LOCK_FILE = "run.lock"
+_ATTEMPTS = 1000  # to win against others that remove and create the folder; some file systems never make one
 _log = logging.getLogger(__name__)
 
 
@@ -34,8 +36,11 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         self._made = _missing(run_dir)
         self.file = -1
         try:
-            while self.file < 0:
+            for _ in range(_ATTEMPTS):
                 self.file = self._attempt()
+                if self.file >= 0:
+                    return
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run_dir))
         except OSError as e:
             self._remove_made()
             fault = disk_fault(e, run_dir, written=False) or f"{run_dir} cannot be written ({e}); choose another `output`"

@@ -34,6 +34,7 @@ LOG_CAUSES = 3
 LOG_BYTES = 65536
 _START = b"=== start "
 _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
+_REFUSED = re.compile(r"^[\w.]+: error: (.*argument.*)\Z", re.MULTILINE)  # of argparse, at the end of the log
 # Output of extension modules while an interpreter exits after an error: it would push the error out of the tail.
 _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
 
@@ -198,6 +199,8 @@ class ServerProcess:
 
         vLLM's API server outlives an engine that the kernel kills for memory: it refuses connections, and ends by itself.
         """
+        if refused := _REFUSED.search(tail := self.log_tail()):  # the words of this project are known to it
+            return RolloutError(f"{self._name} refuses rollout.server.extra_args: {refused[1]}; its log: {self._log_path}")
         status = None if self.running or self._guard is None else self._guard.returncode
         ended = "" if self.running else " (it has ended)"
         if status is not None:
@@ -207,7 +210,6 @@ class ServerProcess:
             ended = f" (it has ended {how}{why})"
         if status != 128 + signal.SIGKILL and (hint := self._kills.hint()):
             ended += f"; {hint}"
-        tail = self.log_tail()
         shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
         return RolloutError(f"{self._name} {what}{ended}; {shown}")
 

@@ -30,7 +30,10 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError:
-        raise CheckpointError(f"{path}: not found; model.path must be a Hugging Face model directory") from None
+        raise CheckpointError(
+            f"{path}: not found; model.path must be a Hugging Face model directory (`hf download REPO --local-dir DIR` "
+            "fetches one)"
+        ) from None
     except ValueError as e:
         raise CheckpointError(f"{path}: not valid JSON ({e}); copy the model directory again") from None
     if not isinstance(config, dict):

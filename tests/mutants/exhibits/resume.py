@@ -232,7 +232,7 @@ EXHIBITS = (
         name="a_resume_forgets_the_changes_of_its_start",
         source="own: issue 44",
         kind="resume",
-        bug="The documented line resumed a run with the config file again: what the run's own command line had changed was lost.",
+        bug="The documented line resumed with the config file: what the run's own command line had changed was lost.",
         cost="30 steps became 5, and with a mistyped name a new run was trained. Nobody said so.",
         symbol="config_of",
         old="if (saved := run_dir / CONFIG_FILE).is_file():",
