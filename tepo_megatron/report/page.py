@@ -64,7 +64,6 @@ def _view(run: RunRecord, name: str, place: int) -> dict[str, Any]:
         "held_out": evaluated,
         "evaluation": _evaluation(run),
         "benchmarks": suite,
-        "over_steps": benchmarks.over_steps(suite.scores) if suite.scores else None,
         "samples": samples.read_samples(run),
         "tokens": tokens.read_tokens(run),
         "table": figures.table(run.curves),

@@ -1,5 +1,6 @@
 """The charts of a run, by section. Quantities that no step measured are left out."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +28,17 @@ from tepo_megatron.report.run import RunRecord
 
 PHASES = {"rollout": BLUE, "grading_wait": ORANGE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
 PHASES_AHEAD = {"wait": BLUE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
+EVALUATION_COLORS = (INK, BLUE, ORANGE, GREEN, PURPLE, RED, MUTED)
 LOSSES = {"raised": RED, "timed_out": ORANGE, "over_limit": PURPLE}
 SOURCE = "arXiv 2604.12736"  # Figures 2 and 3 of the TEPO paper; its curves have no printed values
 SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # not a limit: mean seconds per step, caption of Figure 2
 
 
 def learning(run: RunRecord) -> Chart:
-    """Reward and accuracy."""
-    curves, evaluations = run.curves, run.summary.evaluations if run.summary else []
+    """Reward and accuracy of rollouts, and below them the evaluations, if there are any."""
+    curves, evaluations = run.curves, run.evaluations
+    if not evaluations and run.summary and run.summary.evaluations:  # a run of an earlier version
+        evaluations = {"held_out": run.summary.evaluations}
     if np.array_equal(curves["reward/mean"], curves["accuracy/mean"], equal_nan=True):
         series = [line(curves, "accuracy/mean", BLUE, "rollouts: reward = accuracy")]
     else:
@@ -42,9 +46,14 @@ def learning(run: RunRecord) -> Chart:
             line(curves, "reward/mean", ORANGE, "rollouts: reward"),
             line(curves, "accuracy/mean", BLUE, "accuracy"),
         ]
-    series += [points(evaluations, INK, "evaluation")] if evaluations else []
-    caption = "All samples; points in the colour of text: held-out problems, ± standard error."
-    return Chart("Reward and accuracy", caption, [ChartAxis(series, format="percent")])
+    axes, evaluated = [ChartAxis(series, format="percent")], []
+    for (name, results), color in zip(evaluations.items(), itertools.cycle(EVALUATION_COLORS), strict=False):
+        bars = points(results, color, "")
+        evaluated += [bars, Series("line", f"evaluation: {name.replace('_', ' ')}", color, bars.x, bars.rows[:1])]
+    axes += [ChartAxis(evaluated, format="percent")] if evaluated else []
+    caption = "All samples of training"
+    caption += "; below, the evaluations ± standard error, clustered by problem." if evaluated else "."
+    return Chart("Reward and accuracy", caption, axes)
 
 
 def entropy(run: RunRecord) -> Chart:

@@ -16,7 +16,7 @@ from tepo_megatron.report.comparison import color, overlays
 from tepo_megatron.report.curves import BUCKETS, Curves
 from tepo_megatron.report.figures import NOTHING, table
 from tepo_megatron.report.panels import sections
-from tepo_megatron.report.run import RunRecord, Summary, facts, read_summary
+from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.records import parse_lines, steps_of
 
@@ -39,6 +39,7 @@ class LiveRun:
         self._cfg: Config | None = None
         self._summary: Summary | None = None
         self._notes: list[str] = []
+        self._evaluations: Evaluations = {}
 
     def refresh(self) -> None:
         """Read what the run has written since the last call."""
@@ -53,7 +54,7 @@ class LiveRun:
         data = path.read_bytes() if path.exists() else b""
         steps = steps_of(parse_lines(data[: data.rfind(b"\n") + 1]))  # a line without its end is still being written
         self.curves = Curves.of(steps.records)
-        self._thinned = self.curves.thinned()
+        self._thinned, self._evaluations = self.curves.thinned(), evaluations_of(steps.evaluations)
         self._notes += [f"{METRICS_FILE}: {fault}." for fault in steps.faults]
         try:
             self._cfg = load_config(self.folder / "config.yaml")
@@ -70,7 +71,7 @@ class LiveRun:
         """Return the run as the report's panels read it; None while it has no config or no step."""
         if self._cfg is None or not len(curves.steps):
             return None
-        return RunRecord(self.folder, self._cfg, curves, self._summary, tuple(self._notes))
+        return RunRecord(self.folder, self._cfg, curves, self._summary, tuple(self._notes), self._evaluations)
 
     @property
     def thinned(self) -> RunRecord | None:
