@@ -95,7 +95,7 @@ class BatchUpdates:
             at_start = self.gate.weights_of(self.step - 1) if batch.update else contextlib.nullcontext()
             with at_start:
                 batch = self._with_old_statistics(batch)
-            batch = self._with_reference(batch)
+        batch = self._with_reference(batch)
         if not self._streams:
             self.whole = batch
             return
@@ -168,7 +168,8 @@ class BatchUpdates:
         """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
         if (penalty := self.objective.ref_kl) is None or self.objective.needs_teacher:
             return batch
-        batch = self.actor.attach_ref_logprobs(batch)
+        with self.clock.phase("reference"):
+            batch = self.actor.attach_ref_logprobs(batch)
         if penalty.where == "loss":
             return batch
         divergence_B = reference_divergence(batch, penalty.estimator, self.actor.groups)

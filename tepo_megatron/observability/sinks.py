@@ -71,8 +71,10 @@ COLUMNS = (
     Column("roll s", "seconds/rollout", 6, ".1f"),
     Column("grade s", "seconds/grading_wait", 7, ".1f"),
     Column("old s", "seconds/old_stats", 5, ".1f"),
+    Column("ref s", "seconds/reference", 5, ".1f"),
     Column("upd s", "seconds/update", 5, ".1f"),
     Column("sync s", "seconds/sync", 6, ".1f"),
+    Column("wait s", "seconds/wait", 6, ".1f"),
     Column("total s", "seconds/total", 7, ".1f"),
     Column("tok/s", "tokens_per_second", 6, ".0f"),
 )

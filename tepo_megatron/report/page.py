@@ -55,7 +55,7 @@ def _view(run: RunRecord, name: str, place: int) -> dict[str, Any]:
         "name": name,
         "anchor": anchor,
         "color": css_color(comparison.color(place)),
-        "facts": facts(run),
+        "facts": (*facts(run), *filter(None, [panels.time_shares(run)])),
         "fine_tuned": run.fine_tuned,
         "safety": safety_checks(run.cfg),
         "notes": run.notes,

@@ -24,10 +24,12 @@ from tepo_megatron.report.chart import (
     line,
     points,
 )
+from tepo_megatron.report.figures import at_end
 from tepo_megatron.report.run import RunRecord
 
-PHASES = {"rollout": BLUE, "grading_wait": ORANGE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
-PHASES_AHEAD = {"wait": BLUE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
+_TRAINED = {"old_stats": PURPLE, "reference": MUTED, "update": GREEN, "sync": RED}
+PHASES = {"rollout": BLUE, "grading_wait": ORANGE, **_TRAINED}
+PHASES_AHEAD = {"wait": BLUE, **_TRAINED}
 EVALUATION_COLORS = (INK, BLUE, ORANGE, GREEN, PURPLE, RED, MUTED)
 LOSSES = {"raised": RED, "timed_out": ORANGE, "over_limit": PURPLE}
 SOURCE = "arXiv 2604.12736"  # Figures 2 and 3 of the TEPO paper; its curves have no printed values
@@ -47,6 +49,9 @@ def learning(run: RunRecord) -> Chart:
             line(curves, "accuracy/mean", BLUE, "accuracy"),
         ]
     axes, evaluated = [ChartAxis(series, format="percent")], []
+    keys = curves.named("reward/terms/")
+    terms = [line(curves, key, color, f"term {key[13:]}") for key, color in zip(keys, itertools.cycle(EVALUATION_COLORS))]
+    axes += [ChartAxis(terms)] if terms else []
     for (name, results), color in zip(evaluations.items(), itertools.cycle(EVALUATION_COLORS), strict=False):
         bars = points(results, color, "")
         evaluated += [bars, Series("line", f"evaluation: {name.replace('_', ' ')}", color, bars.x, bars.rows[:1])]
@@ -178,6 +183,14 @@ def seconds(run: RunRecord) -> Chart:
         series.append(line(curves, "seconds/rollout", INK, "rollout"))
         caption += " The line: rollouts, which were sampled meanwhile."
     return Chart("Seconds per step", caption, [ChartAxis(series, least=0.0)])
+
+
+def time_shares(run: RunRecord) -> str:
+    """Return what share of the last steps each phase took; of sampling ahead of training too, which takes none of its time."""
+    curves, total = run.curves, at_end(run.curves["seconds/total"])
+    means = {name: at_end(curves[f"seconds/{name}"]) for name in PHASES | PHASES_AHEAD}
+    shares = [f"{name.replace('_', ' ')} {mean / total:.0%}" for name, mean in means.items() if mean > 0]
+    return f"of a step's time: {', '.join(shares)}" if shares and total > 0 else ""
 
 
 def throughput(run: RunRecord) -> Chart:

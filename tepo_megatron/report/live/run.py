@@ -15,7 +15,7 @@ from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
 from tepo_megatron.report.curves import BUCKETS, Curves
 from tepo_megatron.report.figures import NOTHING, table
-from tepo_megatron.report.panels import sections
+from tepo_megatron.report.panels import sections, time_shares
 from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.records import parse_lines, steps_of
@@ -97,7 +97,7 @@ class LiveRun:
             "name": self.name,
             "folder": str(self.folder),
             "color": css_color(color(self._place)),
-            "facts": [] if whole is None else facts(whole),
+            "facts": [] if whole is None else [*facts(whole), *filter(None, [time_shares(whole)])],
             "notes": notes,
             "state": self._state(),
             "sections": shown,
