@@ -27,7 +27,7 @@ KEYS = (
     "rollout/samples_raised", "rollout/samples_timed_out", "rollout/samples_over_limit", "rollout/sequences_per_sample",
     "sync/bytes_sent", "sync/bytes_full",
     "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
-    "packing/microbatches",
+    "packing/microbatches", "mfu",
     *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
 # keys of each server and of each of several terms of the reward, of which a run has any number

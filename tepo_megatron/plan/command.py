@@ -16,12 +16,13 @@ from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.plan.activations import ON_CPU, Attention, PlannedKernels
-from tepo_megatron.plan.gpus import GIB, GPUS, Gpu
+from tepo_megatron.plan.gpus import GIB
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.roofline import REFILLS, Predictor, StepPrediction
 from tepo_megatron.plan.search import LayoutCandidate, SearchResult, judge, search
 from tepo_megatron.plan.workload import Workload
+from tepo_megatron.utils.gpus import GPUS, Gpu
 from tepo_megatron.weights.families import Family, find_family, read_config
 from tepo_megatron.weights.ops import Architecture
 

@@ -199,6 +199,7 @@ def throughput(run: RunRecord) -> Chart:
     speed = line(curves, "tokens_per_second", BLUE, "trained tokens per second, prompts too")
     shares = [line(curves, "packing/padding_share", ORANGE, "padding")]
     shares += [line(curves, bubbles, PURPLE, "pipeline bubble")] if bubbles in curves else []
+    shares += [line(curves, "mfu", GREEN, "MFU of the trainer's phases")] if "mfu" in curves else []
     caption = "Padding and bubbles are shares of a step's work that teach nothing."
     return Chart(
         "Throughput and layout", caption, [ChartAxis([speed], least=0.0), ChartAxis(shares, format="percent", least=0.01)]

@@ -24,6 +24,7 @@ STEPS = 2
 MEAN, LARGEST = "rollout/logprob_diff_mean", "rollout/logprob_diff_max"
 # metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
+UNUSED |= {"mfu"}  # of GPUs only
 TRUNCATED = {key for key in KEYS if key.startswith("truncation/")}
 OF_OPTIONS = TRUNCATED | {key for key in KEYS if key.startswith("sync/")}
 
