@@ -31,7 +31,12 @@ from tepo_megatron.observability.sinks import read_metrics
 ENGINE_CORE, TRAINER_CORE = 0, 1
 STEPS, EPOCHS, WARM_UP = 40, 2, 3
 TARGET = 1.15
-PHASES = {"step": ("total",), "sampling": ("rollout", "grading_wait"), "training": ("old_stats", "update"), "sync": ("sync",)}
+PHASES = {
+    "step": ("total",),
+    "sampling": ("rollout", "grading_wait"),
+    "training": ("old_stats", "reference", "update"),
+    "sync": ("sync",),
+}
 RUNS = {
     "in turn": ["--rollout.max_staleness", "0"],
     "one step ahead": ["--rollout.max_staleness", "1", "--objective.correction", "tis"],

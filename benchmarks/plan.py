@@ -13,10 +13,10 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
 from tepo_megatron.plan.command import read_model
-from tepo_megatron.plan.gpus import GPUS
 from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.workload import Workload
+from tepo_megatron.utils.gpus import GPUS
 
 DGXC = "NVIDIA/dgxc-benchmarking, llama3.1/README_{}.md, commit 143b90d"
 BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, commit 00b7660"

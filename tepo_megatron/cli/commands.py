@@ -186,14 +186,14 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
+    """Run `tepo evaluate CHECKPOINT [--data FILE ...] [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [...]`."""
     from tepo_megatron.evaluation.benchmarks import MODELS
     from tepo_megatron.evaluation.command import EvaluationRequest, run
 
     known = ("auto", "all", "none", *MODELS)
     if args.published not in known:
         raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
-    request = EvaluationRequest(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
+    request = EvaluationRequest(args.checkpoint, args.config, overrides, args.out, args.against, args.published, args.data)
     print("written:", run(request, lambda text: print(escaped(text), flush=True)))
     return 0
 

@@ -196,8 +196,9 @@ def _add_doctor(subparsers: Subparsers) -> None:
 def _add_evaluate(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "evaluate",
-        help="run a model on the paper's benchmarks",
-        usage="tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key VALUE ...]",
+        help="run a model on the paper's benchmarks, or on files of yours",
+        usage="tepo evaluate CHECKPOINT [--data FILE ...] [--config FILE] [--out DIR] [--against DIR] [--published ROWS] "
+        "[--key VALUE ...]",
         epilog="Which benchmarks, and where their files are: --evaluation.benchmarks '[aime24, amc]' "
         "--evaluation.benchmark_folder DIR. Files, settings and figures: docs/evaluation.md.",
         allow_abbrev=False,
@@ -205,7 +206,18 @@ def _add_evaluate(subparsers: Subparsers) -> None:
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face directory, a run, or a Megatron checkpoint"
     )
-    parser.add_argument("--config", metavar="FILE", help="settings of engine, grading and evaluation, as for tepo train")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file or dataset, written as data.eval, in place of the benchmarks; reward.terms grade it. May be repeated",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings of engine, grading and evaluation, as for tepo train (with --data default: those of CHECKPOINT's run)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for samples and results (default: in evaluations/)")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another evaluation, to be compared problem by problem")
     parser.add_argument(

@@ -26,9 +26,12 @@ from tepo_megatron.losses import Objective
 from tepo_megatron.losses.advantages import check_some_are_whole, group_advantages, penalized, without_truncated
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.platform import device_name
 from tepo_megatron.types import TrainBatch
 from tepo_megatron.types.batch import join_minibatches
+from tepo_megatron.utils.gpus import GPUS, card_of
 from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.weights.operations import forward_operations
 
 
 def learn(
@@ -61,6 +64,7 @@ def learn(
             updates.take(part)
     updates.finish()
     log.note(gate.values())
+    log.note({"mfu": updates.utilization()})
 
 
 @dataclass
@@ -78,6 +82,24 @@ class BatchUpdates:
     recorder: TokenRecorder | None
     streamed: list[TrainBatch] = field(default_factory=list)
     whole: TrainBatch | None = None
+    operations: float = 0.0  # of all passes so far, on all ranks; 0 on devices whose peak is not known
+
+    def utilization(self) -> float | None:
+        """Return the step's MFU: operations / (seconds of these phases * ranks * the datasheet's BF16 peak)."""
+        seconds = sum(self.clock.seconds.get(phase, 0.0) for phase in ("old_stats", "reference", "update"))
+        rate = self._peak * self.actor.groups.world_size
+        return self.operations / (seconds * rate) if self.operations else None
+
+    @property
+    def _peak(self) -> float:
+        card = card_of(device_name(self.actor.groups.device))
+        return 0.0 if card is None else GPUS[card].peak[2]
+
+    def _count(self, batch: TrainBatch, passes: int) -> None:
+        """Add the operations of passes over a batch; forward and backward are three passes, and recomputation is none."""
+        if self._peak:
+            lengths = [(r.token_ids_L.numel(), int(r.response_mask_L.sum())) for r in batch.rollouts]
+            self.operations += passes * (forward_operations(self.actor.arch, lengths) or 0.0)
 
     @property
     def _streams(self) -> bool:
@@ -95,7 +117,7 @@ class BatchUpdates:
             at_start = self.gate.weights_of(self.step - 1) if batch.update else contextlib.nullcontext()
             with at_start:
                 batch = self._with_old_statistics(batch)
-            batch = self._with_reference(batch)
+        batch = self._with_reference(batch)
         if not self._streams:
             self.whole = batch
             return
@@ -128,6 +150,7 @@ class BatchUpdates:
         prompts = {rollout.prompt_id for rollout in minibatch.rollouts} if self.actor.groups.is_main and tracer.active else ()
         with tracer.span("minibatch", flows=sorted(prompts), rollouts=len(minibatch.rollouts)):
             result = self.actor.update(minibatch, self.objective, self.recorder)
+        self._count(minibatch, passes=3)
         self.log.add(result)
         if result.mismatch is not None and result.measured is not None:
             if not self._streams or self.training.old_logprobs == "rollout":
@@ -145,6 +168,7 @@ class BatchUpdates:
         if not self._needs_old_pass(batch):
             return batch
         batch = self.actor.attach_old_stats(batch)
+        self._count(batch, passes=1)
         if not self._streams:
             self.log.note(mismatch(batch, self.actor.groups))
         self.gate.with_old_stats(batch, self.step)
@@ -168,7 +192,9 @@ class BatchUpdates:
         """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
         if (penalty := self.objective.ref_kl) is None or self.objective.needs_teacher:
             return batch
-        batch = self.actor.attach_ref_logprobs(batch)
+        with self.clock.phase("reference"):
+            batch = self.actor.attach_ref_logprobs(batch)
+        self._count(batch, passes=1)
         if penalty.where == "loss":
             return batch
         divergence_B = reference_divergence(batch, penalty.estimator, self.actor.groups)

@@ -12,6 +12,7 @@ from tepo_megatron.observability.alerts import RULES, key_of
 from tepo_megatron.observability.metrics_server import as_text, merged, of_step, parsed
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.rollout.containment import FAILURE_KINDS
+from tepo_megatron.utils.records import is_evaluation
 
 # Limit since a request of Prometheus, which waits 10 s: servers answer in milliseconds; then without their metrics
 SERVER_SECONDS = 2.0
@@ -45,6 +46,7 @@ class LiveMetrics:
         self._progress, self._report, self._counts = progress, report, counts
         self._started, self._lock = time.time(), threading.Lock()
         self._record: Mapping[str, float | None] = {}
+        self._evaluation: Mapping[str, float | None] = {}
         self._step, self._recorded = 0, 0.0
         self._lost = dict.fromkeys(FAILURE_KINDS, 0.0)
         facts = {"run": run, "engine": engine_name, "platform": platform, "objective": objective}
@@ -55,8 +57,11 @@ class LiveMetrics:
         ]
 
     def record(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Take over the record of a step."""
+        """Take over the record of a step or of an evaluation."""
         with self._lock:
+            if is_evaluation(values):
+                self._evaluation = dict(values)
+                return
             self._step, self._record, self._recorded = step, dict(values), time.time()
             for kind in self._lost:
                 self._lost[kind] += values.get(f"rollout/samples_{kind}") or 0.0
@@ -73,6 +78,7 @@ class LiveMetrics:
     def _now(self) -> list[Metric]:
         with self._lock:
             step, record, recorded, lost = self._step, self._record, self._recorded, dict(self._lost)
+            evaluation = self._evaluation
         metrics = [
             GaugeMetricFamily("tepo_step", "number of the last step", step),
             GaugeMetricFamily("tepo_start_time_seconds", "when the rollout service started, Unix time", self._started),
@@ -88,7 +94,7 @@ class LiveMetrics:
             metrics.append(GaugeMetricFamily("tepo_last_step_time_seconds", "when the last step ended", recorded))
             metrics.append(_labelled(GaugeMetricFamily, "tepo_alert_active", "1 while an alert is active", "alert", active))
         plain = {key: value for key, value in record.items() if not key.startswith(key_of(""))}
-        return metrics + of_step(plain)
+        return metrics + of_step({**plain, **evaluation})
 
 
 def _labelled(kind: type[_Kind], name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -189,6 +189,7 @@ class MainDriver:
         for line in self.evaluations.measure(step, source.sampler, source.reward, source.sampling, max_failed_share=most):
             self._log_events()
             self.log.message(line)
+        self.log.write_evaluation(step, self.evaluations.record(step))
 
     def _log_events(self) -> None:
         for event in (*(self.engine.take_events() if self.engine is not None else ()), *self._sampler_events()):
@@ -220,7 +221,7 @@ class MainDriver:
             self._resumed_after = step
             self._restore(state)
         rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
-        lines = self.log.rewind(step)
+        lines = self.log.rewind(step, keeps_evaluations=self.reopened)
         if self._cfg.rollout.replay is None and not self.reopened:
             lines += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
             if self._cfg.rollout.record:

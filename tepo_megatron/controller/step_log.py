@@ -27,15 +27,16 @@ KEYS = (
     "rollout/samples_raised", "rollout/samples_timed_out", "rollout/samples_over_limit", "rollout/sequences_per_sample",
     "sync/bytes_sent", "sync/bytes_full",
     "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
-    "packing/microbatches",
+    "packing/microbatches", "mfu",
     *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
-OF_SERVERS = "server/"  # keys of each server, of which a run has any number
+# keys of each server and of each of several terms of the reward, of which a run has any number
+OF_RUN = ("server/", "reward/terms/")
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
 # `wait`: time that training waited for `rollout` and `grading_wait`, which run concurrently if rollouts are sampled ahead.
 # `grading_wait` is what grading took after the last sample. `grading_cpu` is no phase: it is processor time of the workers.
 # `rollout_tail` is the part of `rollout` after nine tenths of the groups had arrived.
-PHASES = ("wait", "rollout", "rollout_tail", "grading_wait", "grading_cpu", "old_stats", "update", "sync")
+PHASES = ("wait", "rollout", "rollout_tail", "grading_wait", "grading_cpu", "old_stats", "reference", "update", "sync")
 
 
 class StepLog:
@@ -89,6 +90,6 @@ class StepLog:
             for share, quantile in zip(("p05", "p50", "p95"), quantiles(counts, (0.05, 0.5, 0.95)), strict=True):
                 values[f"{name}_{share}"] = quantile
         record = {key: values.get(key) for key in KEYS} | self._memory
-        record |= {key: value for key, value in values.items() if key.startswith(OF_SERVERS)}
+        record |= {key: value for key, value in values.items() if key.startswith(OF_RUN)}
         record |= {f"seconds/{phase}": clock.seconds.get(phase, 0.0) for phase in PHASES}
         return record | {"seconds/total": clock.total, "tokens_per_second": self._trained_tokens / clock.total}

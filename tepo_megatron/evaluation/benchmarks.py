@@ -1,11 +1,10 @@
-"""The paper's seven benchmarks, one entry each (Section 4.1), and its Tables 1 and 2, in percent.
+"""The paper's seven benchmarks, one entry each (Section 4.1), a user's own files, and the paper's Tables 1 and 2, in percent.
 
 `docs/evaluation.md` says what the paper leaves open, examples/paper/README.md what its averages are.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 # Qwen2.5-Math's wording, which the training data of examples/paper uses too. The paper does not print its prompt.
 BOXED = "<problem>\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -13,19 +12,24 @@ BOXED = "<problem>\n\nPlease reason step by step, and put your final answer with
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Protocol of one benchmark."""
+    """Protocol of one benchmark, or of a user's own file."""
 
-    title: str  # name as the paper prints it
-    hub: str
+    title: str  # name as the paper prints it, or the file as the user wrote it
+    hub: str  # empty for a file
     split: str
     problems: int  # number of rows of the split
     problem: str = "problem"
     answer: str = "answer"
     subset: str | None = None  # configuration of the dataset, None for the default one
     prompt: str = BOXED  # user message; `<problem>` stands for the problem text
-    grader: Literal["math"] = "math"  # grader, a type of `reward.terms`
+    grader: str = "math"  # type of the term that grades; of a file all `reward.terms`, as JSON
     samples: int = 1  # samples per problem
     temperature: float = 0.0  # sampling temperature; 0 is greedy
+
+    @property
+    def is_file(self) -> bool:
+        """Return whether this is a user's own file."""
+        return not self.hub
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -42,6 +46,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 COLUMNS = tuple(BENCHMARKS)
+
+
+def title_of(name: str) -> str:
+    """Return the title of a benchmark, or the name of a file."""
+    return BENCHMARKS[name].title if name in BENCHMARKS else name
+
+
 METHODS = {
     "base": "base model", "grpo": "GRPO/DAPO", "clip_cov": "Clip-Cov", "kl_cov": "KL-Cov",
     "entropy_advantage": "entropy-based term", "gpg": "GPG", "gspo": "GSPO", "tepo": "TEPO",

@@ -1,4 +1,4 @@
-"""`tepo evaluate`: evaluate a model on benchmarks, with an engine started for it or on running servers."""
+"""`tepo evaluate`: evaluate a model on benchmarks or on a user's files, with an engine started for it or on running servers."""
 
 import contextlib
 import hashlib
@@ -12,16 +12,18 @@ from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions, tokenizer_digests
 from tepo_megatron.errors import CheckpointError, ConfigError
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of, title_of
 from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, compare_folders, read_record
-from tepo_megatron.evaluation.problems import Problems, load_benchmarks
+from tepo_megatron.evaluation.problems import Problems, load_benchmarks, load_files
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import figures, paper_table
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.served_model import check_cache
-from tepo_megatron.rewards import build_reward
+from tepo_megatron.observability.run_dir import CONFIG_FILE
+from tepo_megatron.observability.sinks import METRICS_FILE
+from tepo_megatron.rewards import build_reward, check_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.utils.scratch import PrivateFolder
@@ -33,6 +35,7 @@ _SERVES_ALONE = (
     *(f"--parallel.{axis}=1" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("--parallel.sequence_parallel=false", "--rollout.only=true", "--rollout.colocate=false", "--rollout.replay=null"),
     *("--rollout.max_staleness=0", "--rollout.on_weight_update=finish"),
+    *("--evaluation.every=0", "--evaluation.patience=null", "--checkpoint.keep_best=false"),
 )
 
 EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
@@ -49,20 +52,34 @@ class EvaluationRequest:
     out: Path | None  # folder to write; None for a folder in `evaluations/` named after the checkpoint
     against: Path | None  # folder of another evaluation to compare with
     published: str  # rows of the paper to print; see `rows_of`
+    data: Sequence[str] = ()  # files or datasets to evaluate, named as in `data.eval`
 
 
 def settings(request: EvaluationRequest) -> Config:
-    """Return the config of an evaluation, with all seven benchmarks if it names none. Raises ConfigError."""
-    if request.config is None:
+    """Return the config of an evaluation: of the files alone if there are any, else of the benchmarks that it names, or of all
+    seven. Without another config, files are evaluated with that of the checkpoint's run. Raises ConfigError.
+    """
+    source, argv = request.config, list(request.argv)
+    if request.data and any(word.startswith("--evaluation.benchmark") for word in argv):
+        raise ConfigError("--data takes the place of the benchmarks; leave out --evaluation.benchmark..., or --data")
+    if source is None and request.data and (own := _config_of_run(request.checkpoint)) is not None:
+        source, argv = str(own), ["--resume=false", "--overwrite=false", *argv]
+    if source is None:
         layers = Layers()
         needed = {"name": "evaluation", "model": {"path": str(request.checkpoint)}, "data": {"train": "nothing"}}
         layers.add(needed, "tepo evaluate")
     else:
-        layers = read_layers(request.config)
-    cfg = with_overrides(layers, [*request.argv, *_SERVES_ALONE], request.config or "tepo evaluate")
-    if cfg.evaluation.benchmarks:
-        return cfg
-    return replace(cfg, evaluation=replace(cfg.evaluation, benchmarks=list(get_args(Benchmark))))
+        layers = read_layers(source)
+    cfg = with_overrides(layers, [*argv, *_SERVES_ALONE], source or "tepo evaluate")
+    names = [] if request.data else cfg.evaluation.benchmarks or list(get_args(Benchmark))
+    return replace(cfg, evaluation=replace(cfg.evaluation, benchmarks=names))
+
+
+def _config_of_run(checkpoint: Path) -> Path | None:
+    """Return the config of the run that a checkpoint belongs to; None if there is no such run."""
+    folder = checkpoint.resolve()
+    runs = (path for path in (folder, *folder.parents[:3]) if (path / METRICS_FILE).exists() and (path / CONFIG_FILE).exists())
+    return next((path / CONFIG_FILE for path in runs), None)
 
 
 def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
@@ -84,8 +101,9 @@ def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: En
         folder = _evaluate(cfg, request, out, tell, make_engine)
     grids = [
         figures(str(request.checkpoint), folder.results, folder.changes),
-        paper_table("this model", folder.results, rows_of(request.published, str(request.checkpoint.resolve()))),
     ]
+    if BENCHMARKS.keys() & folder.results:
+        grids.append(paper_table("this model", folder.results, rows_of(request.published, str(request.checkpoint.resolve()))))
     if request.against is not None:
         grids.append(compare_folders(out, request.against))
     for grid in grids:
@@ -97,12 +115,15 @@ def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: En
 def _evaluate(
     cfg: Config, request: EvaluationRequest, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
 ) -> EvaluationFolder:
-    keys, hf_config = "data.max_prompt_tokens + evaluation.benchmark_tokens", read_config(cfg.model.path)
+    keys, hf_config = list(cfg.lengths)[-1], read_config(cfg.model.path)  # of benchmarks, or of files if there are some
     lengths = {keys: cfg.lengths[keys]}
     check_positions(find_family(hf_config), hf_config, lengths)
     check_cache(cfg.rollout, Path(cfg.model.path), cfg.model.dtype, lengths)
     tokenizer = load_tokenizer(cfg.model.path, out)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
+    if request.data:
+        check_reward(cfg.reward)
+        suite = load_files(request.data, cfg, tokenizer, tell)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
     encode, decode = text_functions(tokenizer)
     about = {"checkpoint": str(request.checkpoint), "its weights": weights_digest(Path(cfg.model.path)), "seed": cfg.seed}
@@ -111,12 +132,12 @@ def _evaluate(
         folder.refuse_changes(suite)
     todo = folder.take_over(suite) if cfg.resume else suite
     for name in folder.results:
-        tell(f"{BENCHMARKS[name].title}: evaluated before, kept")
+        tell(f"{title_of(name)}: evaluated before, kept")
     if not todo:
         return folder
     launch = LaunchSpec(
         model_path=Path(cfg.model.path),
-        max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
+        max_model_len=lengths[keys],
         platform=cfg.platform,
         precision=cfg.rollout.server.precision or cfg.model.dtype,
         seed=cfg.seed,
@@ -129,18 +150,16 @@ def _evaluate(
         opened = open_sampler(engine, cfg.rollout.function, encode, decode, limits=cfg.rollout.limits, chat=chat)
         sampler, sampler_events = stack.enter_context(opened)
         engine.start()
-        kinds, file = {problems.entry.grader for problems in todo}, stack.enter_context(decoder_file(tokenizer))
-        graders = {
-            kind: stack.enter_context(build_reward(replace(cfg.reward, terms=[AnswerTermConfig(type=kind)]), decode, file))
-            for kind in kinds
-        }
+        terms = cfg.reward.terms if request.data else [AnswerTermConfig(type="math")]
+        reward_cfg, file = replace(cfg.reward, terms=terms), stack.enter_context(decoder_file(tokenizer))
+        reward = stack.enter_context(build_reward(reward_cfg, decode, file))
         engine.wait_ready()
         for problems in todo:
             tell(f"{problems.entry.title}: {_description(problems)}")
             samples = sample_benchmark(
                 problems,
                 sampler,
-                graders[problems.entry.grader],
+                reward,
                 decode,
                 stops,
                 cfg.seed,

@@ -12,7 +12,7 @@ from typing import Any
 
 from tepo_megatron.data.stream import fingerprint
 from tepo_megatron.errors import DataError
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, title_of
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, compare, result
 from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, read_samples, to_lines
@@ -123,6 +123,8 @@ def _entry(problems: Problems) -> dict[str, Any]:
     """Return what the samples of a benchmark depend on, as plain JSON: its protocol, and a digest of prompts and answers."""
     protocol = dataclasses.asdict(problems.entry)
     protocol |= {"max_tokens": problems.max_tokens, "source": problems.source, "problems": len(problems.prompts)}
+    if problems.entry.is_file:
+        protocol |= {"top_k": problems.top_k, "top_p": problems.top_p}
     return {"protocol": protocol, "data": fingerprint(problems.prompts)}
 
 
@@ -150,7 +152,7 @@ def compare_folders(ours: Path, theirs: Path) -> ResultTable:
     evaluations have no benchmark or problem in common, differ in their problems, or cannot be read.
     """
     records = [read_record(folder)["benchmarks"] for folder in (ours, theirs)]
-    names = [name for name in BENCHMARKS if all(name in record for record in records)]
+    names = [name for name in dict.fromkeys([*BENCHMARKS, *records[0]]) if all(name in record for record in records)]
     if not names:
         each = "; ".join(f"{folder}: {', '.join(r) or 'none'}" for folder, r in zip((ours, theirs), records, strict=True))
         raise DataError(f"the two evaluations have no benchmark in common ({each}); evaluate both on one")
@@ -166,7 +168,7 @@ def compare_folders(ours: Path, theirs: Path) -> ResultTable:
             pair = _common(pair, name)
             rest = f"of the others samples are missing in {' and '.join(map(str, damaged))}"
             count = len({sample.problem for sample in pair[0]})
-            incomplete.append(f"{BENCHMARKS[name].title}: compared on the {count} problems that both have; {rest}.")
+            incomplete.append(f"{title_of(name)}: compared on the {count} problems that both have; {rest}.")
         found[name] = compare(pair[0], pair[1], name)
     grid = comparison(str(ours), str(theirs), found)
     return ResultTable(grid.title, grid.headings, grid.rows, [*grid.notes, *incomplete, *_differing(names, records)])
@@ -193,5 +195,5 @@ def _differing(names: list[str], records: list[dict]) -> list[str]:
         a, b = (record[name]["protocol"] for record in records)
         keys = [key for key in {**a, **b} if key != "source" and a.get(key) != b.get(key)]
         if keys:
-            said.append(f"{BENCHMARKS[name].title}: the two runs also differ in {', '.join(keys)}.")
+            said.append(f"{title_of(name)}: the two runs also differ in {', '.join(keys)}.")
     return said

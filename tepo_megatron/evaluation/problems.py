@@ -1,20 +1,25 @@
-"""Load a benchmark's problems as prompts, from a local file or from the Hugging Face hub."""
+"""Load the problems of benchmarks and of a user's own files as prompts."""
 
 import dataclasses
 import importlib.util
+import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.config import PAPER_TOKENS, DataConfig, EvaluationConfig
+from tepo_megatron.config import PAPER_TOKENS, Config, DataConfig, DataSet, EvaluationConfig
+from tepo_megatron.config.data import check_source
+from tepo_megatron.config.io import plain
+from tepo_megatron.data import load_prompts
 from tepo_megatron.data.arrow import hugging_face
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import JsonLines, Row, RowReader
 from tepo_megatron.data.schemas import digits_of
-from tepo_megatron.errors import DataError
+from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Benchmark
 from tepo_megatron.types import Prompt, SamplingParams
 
@@ -37,10 +42,14 @@ class Problems:
     source: str  # file or dataset that the rows come from
     prompts: tuple[Prompt, ...]  # tokenized problems; their ids are row numbers from 0
     changes: tuple[str, ...]  # what differs from the paper's protocol, in words
+    # top_k, top_p: see `SamplingParams`
+    top_k: int = -1
+    top_p: float = 1.0
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Return the sampling parameters of this benchmark."""
-        return SamplingParams(self.entry.samples, self.entry.temperature, self.max_tokens, stop_token_ids)
+        samples, temperature = self.entry.samples, self.entry.temperature
+        return SamplingParams(samples, temperature, self.max_tokens, stop_token_ids, top_k=self.top_k, top_p=self.top_p)
 
 
 def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> list[Problems]:
@@ -75,6 +84,44 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
         if len(prompts) != entry.problems:
             changes.append(f"{len(prompts)} problems instead of {entry.problems}")
         found.append(Problems(name, entry, cfg.benchmark_tokens, source, tuple(prompts), tuple(changes)))
+    return found
+
+
+def load_files(
+    sources: Sequence[str], cfg: Config, tokenizer: "PreTrainedTokenizerBase", tell: Callable[[str], None]
+) -> list[Problems]:
+    """Load files or datasets as `data.eval` is loaded: prompts stay as they are, and too long ones are dropped and reported.
+
+    Raises:
+        ConfigError: A source is malformed, or its name is taken.
+        DataError: A source cannot be read or used.
+    """
+    found: list[Problems] = []
+    for source in sources:
+        try:
+            check_source("--data", source)
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
+        last = re.sub(r"\.(jsonl?|ndjson|parquet)\b", "", source.rpartition("/")[2])
+        name = re.sub(r"\W+", "_", last).strip("_")
+        if not name or name in BENCHMARKS or name in (problems.name for problems in found):
+            raise ConfigError(f"--data {source}: the name {name!r} is a benchmark's or another file's; rename the file")
+        data, sampling = cfg.data, cfg.evaluation
+        loaded = load_prompts(DataSet(path=source, prompt_key=data.prompt_key, answer_key=data.answer_key), data, tokenizer)
+        tell(str(loaded.report))
+        prompts = tuple(loaded.prompts[: sampling.max_problems])
+        entry = Benchmark(
+            title=name,
+            hub="",
+            split="",
+            problems=len(prompts),
+            prompt=PLACE,
+            grader=json.dumps(plain(cfg)["reward"]["terms"]),
+            samples=sampling.samples,
+            temperature=sampling.temperature,
+        )
+        rollout = cfg.rollout
+        found.append(Problems(name, entry, rollout.max_response_tokens, source, prompts, (), rollout.top_k, rollout.top_p))
     return found
 
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.samples import BenchmarkSample
-from tepo_megatron.evaluation.statistics import PairedDifference, ScoreEstimate, difference, majority, pass_at_k, share
+from tepo_megatron.evaluation.statistics import (
+    PairedDifference,
+    ScoreEstimate,
+    difference,
+    majority,
+    pass_at_k,
+    share,
+    standard_error,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,9 @@ class Result:
     truncated: float  # share of responses cut off at the length limit
     tokens: float  # mean length of a response in tokens
     unreadable: int  # number of problems whose gold answer math-verify cannot read; only its exact text counts as right
+    # Mean over problems of the weighted sum of reward.terms, and its standard error. None: an earlier version kept no rewards.
+    reward: float | None
+    reward_error: float | None
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ def result(samples: Sequence[BenchmarkSample]) -> Result:
     k = len(next(iter(groups.values())))
     right = {problem: [sample.score > 0 for sample in group] for problem, group in groups.items()}
     powers = sorted({2**i for i in range(k.bit_length())} | {k})
+    known = all(sample.reward is not None for sample in samples)
+    rewards = [statistics.fmean(s.reward or 0.0 for s in group) for group in groups.values()] if known else []
     return Result(
         problems=len(groups),
         samples=k,
@@ -52,6 +65,8 @@ def result(samples: Sequence[BenchmarkSample]) -> Result:
         truncated=statistics.fmean(sample.stop == "length" for sample in samples),
         tokens=statistics.fmean(sample.tokens for sample in samples),
         unreadable=sum(any(sample.status == "bad_gold" for sample in group) for group in groups.values()),
+        reward=statistics.fmean(rewards) if known else None,
+        reward_error=standard_error(rewards),
     )
 
 

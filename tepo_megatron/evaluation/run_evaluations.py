@@ -18,9 +18,11 @@ from tepo_megatron.evaluation.held_out import Accuracy, evaluate, write_evaluati
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, over_benchmarks
 from tepo_megatron.evaluation.samples import sample_benchmark
+from tepo_megatron.evaluation.statistics import ScoreEstimate
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import WeightedReward
 from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.utils.records import EVALUATION
 from tepo_megatron.utils.seeding import derive_seed
 
 FOLDER = "evaluation"  # in the run's folder
@@ -126,7 +128,7 @@ class Evaluations:
         self._cfg, self._held_out, self._benchmarks = cfg, held_out, benchmarks
         self._seed, self._run_dir, self._keep_best = seed, run_dir, keep_best
         self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
-        self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
+        self._benchmarked: dict[int, Mapping[str, Result]] = {}  # by step, as far as this process has evaluated them
 
     def measure(
         self, step: int, engine: Sampler, reward: WeightedReward, sampling: SamplingParams, *, max_failed_share: float
@@ -142,8 +144,19 @@ class Evaluations:
             yield f"accuracy at step {step}: {found}, temperature {cfg.temperature:g}"
         if self._benchmarks is not None and step not in self._benchmarked:
             results = self._benchmarks.evaluate(step, engine, reward, max_failed_share)
-            self._benchmarked.append(step)
+            self._benchmarked[step] = results
             yield f"benchmarks at step {step}, avg@k: {summary_line(results)}"
+
+    def record(self, step: int) -> dict[str, float | None]:
+        """Return the accuracies of `step` and their standard errors by key of metrics.jsonl; empty if nothing was evaluated."""
+        by_name: dict[str, Accuracy | ScoreEstimate] = {n: r.accuracy for n, r in self._benchmarked.get(step, {}).items()}
+        if step in self._by_step:
+            by_name = {"held_out": self._by_step[step], **by_name}
+        record: dict[str, float | None] = {}
+        for name, accuracy in by_name.items():
+            record[f"{EVALUATION}{name}/accuracy"] = accuracy.mean
+            record[f"{EVALUATION}{name}/standard_error"] = accuracy.standard_error
+        return record
 
     @property
     def best_step(self) -> int | None:

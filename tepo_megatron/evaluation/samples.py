@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ class BenchmarkSample:
 
     problem: int  # row of the dataset, from 0
     sample: int  # index among the problem's samples, from 0
-    score: float  # 1 or 0
+    score: float  # 1 or 0; of a file the value of the first of `reward.terms`
     status: str  # reason for the score (`rewards/local.py`)
     answer: str | None  # content of the last box, None without one
     gold: str
     tokens: int  # length of the response in tokens
     stop: str  # "stop", or "length" if the response was cut off
     text: str
+    reward: float | None = None  # weighted sum of `reward.terms`; None in files of earlier versions
 
 
 def sample_benchmark(
@@ -45,7 +47,8 @@ def sample_benchmark(
 ) -> list[BenchmarkSample]:
     """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
 
-    They depend only on (weights, protocol, seed), and the random numbers that they use affect nothing else.
+    They depend only on (weights, protocol, seed), and the random numbers that they use affect nothing else. A file has those
+    of `data.eval` in a run.
     Raises as `sample_and_grade`.
     """
     sampling = problems.sampling(stop_token_ids)
@@ -54,7 +57,7 @@ def sample_benchmark(
         reward,
         problems.prompts,
         sampling,
-        derive_seed(seed, "benchmark", problems.name),
+        derive_seed(seed, "evaluation") if problems.entry.is_file else derive_seed(seed, "benchmark", problems.name),
         what=f"evaluation of {problems.name}",
         max_failed_share=max_failed_share,
     )
@@ -72,6 +75,7 @@ def sample_benchmark(
                 tokens=rollout.response_length,
                 stop=rollout.stop_reason,
                 text=text,
+                reward=rollout.reward,
             )
         )
     return samples
@@ -124,6 +128,7 @@ def _sample(row: Any) -> BenchmarkSample:
         raise ValueError("its status, gold, stop or text is no text")
     if sample.answer is not None and type(sample.answer) is not str:
         raise ValueError("its answer is no text")
-    if not isinstance(sample.score, (int, float)) or not 0 <= sample.score <= 1:
-        raise ValueError(f"its score is {sample.score!r}")
+    for value in (sample.score, 0.0 if sample.reward is None else sample.reward):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"its score or reward is {value!r}")
     return sample

@@ -130,11 +130,19 @@ class PairedDifference:
 
 
 def share(means: Sequence[float], samples: int) -> ScoreEstimate:
-    """Return the mean over problems with its errors. Raises ValueError if there are no problems."""
+    """Return the mean over problems with its errors. Raises ValueError if there are no problems.
+
+    Where a mean lies outside [0, 1], the interval is that of Student's t.
+    """
     mean, error = statistics.fmean(means), standard_error(means)
     if error is None:
         return ScoreEstimate(mean, None, None, None)
-    return ScoreEstimate(mean, error, score_interval(mean, error, len(means), samples), bootstrap_interval(means))
+    if all(0 <= each <= 1 for each in means):
+        interval = score_interval(mean, error, len(means), samples)
+    else:
+        half = student_95(len(means) - 1) * error
+        interval = mean - half, mean + half
+    return ScoreEstimate(mean, error, interval, bootstrap_interval(means))
 
 
 def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
@@ -145,7 +153,8 @@ def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDiffe
     interval = bootstrap = None
     if error is not None:
         half = student_95(len(changes) - 1) * error
-        interval, bootstrap = (max(-1.0, mean - half), min(1.0, mean + half)), bootstrap_interval(changes)
+        most = 1.0 if all(0 <= each <= 1 for each in (*means, *baseline)) else math.inf
+        interval, bootstrap = (max(-most, mean - half), min(most, mean + half)), bootstrap_interval(changes)
     same = len(changes) - better - worse
     return PairedDifference(mean, error, interval, bootstrap, better, worse, same, sign_test(better, worse))
 

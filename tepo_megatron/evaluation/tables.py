@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, PublishedRow
+from tepo_megatron.evaluation.benchmarks import COLUMNS, PublishedRow, title_of
 from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
 from tepo_megatron.utils.escaping import escaped
@@ -65,12 +65,15 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
     alike: dict[str, list[str]] = {}
     for name, changed in changes.items():
         for change in changed:
-            alike.setdefault(change, []).append(BENCHMARKS[name].title)
+            alike.setdefault(change, []).append(title_of(name))
     notes += [f"Not the paper's protocol: {change} ({', '.join(titles)})." for change, titles in alike.items()]
     for name, r in results.items():
+        if r.reward is not None and r.reward != r.accuracy.mean:
+            error = "" if r.reward_error is None else f" ± {r.reward_error:.4f}"
+            notes.append(f"{title_of(name)}: mean reward, the weighted sum of reward.terms: {r.reward:.4f}{error}.")
         if r.unreadable:
             notes.append(
-                f"{BENCHMARKS[name].title}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
+                f"{title_of(name)}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
                 "these only the exact text counts as right."
             )
     headings = ["", "problems", "k", "avg@k, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"]
@@ -80,7 +83,7 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
 def _row(name: str, r: Result) -> list[str]:
     error = "" if r.accuracy.standard_error is None else f" ± {100 * r.accuracy.standard_error:.2f}"
     return [
-        BENCHMARKS[name].title, str(r.problems), str(r.samples), f"{100 * r.accuracy.mean:.2f}{error}",
+        title_of(name), str(r.problems), str(r.samples), f"{100 * r.accuracy.mean:.2f}{error}",
         interval(r.accuracy.interval), interval(r.accuracy.bootstrap), f"{100 * r.pass_at[r.samples]:.2f}",
         f"{100 * r.majority:.2f}", f"{100 * r.truncated:.1f}", f"{r.tokens:.0f}",
     ]  # fmt: skip
@@ -89,6 +92,7 @@ def _row(name: str, r: Result) -> list[str]:
 def paper_table(title: str, results: Mapping[str, Result], published: Sequence[PublishedRow]) -> ResultTable:
     """Return a table of avg@k in the paper's columns, above rows of the paper."""
     names = [name for name in COLUMNS if name in results]
+    results = {name: results[name] for name in names}
     ours = [f"{100 * results[name].accuracy.mean:.2f}" for name in names]
     rows = [[title, *ours, f"{100 * over_benchmarks(results):.2f}", f"{100 * over_samples(results):.2f}"]]
     for row in published:
@@ -96,7 +100,7 @@ def paper_table(title: str, results: Mapping[str, Result], published: Sequence[P
         mean = f"{sum(known) / len(known):.2f}" if len(known) == len(names) else NOTHING
         cells = [f"{row.accuracy[name]:.2f}" if name in row.accuracy else NOTHING for name in names]
         rows.append([row.title, *cells, mean, f"{row.average:.2f}" if len(names) == len(COLUMNS) else NOTHING])
-    headings = ["", *(BENCHMARKS[name].title for name in names), "mean", "over samples"]
+    headings = ["", *(title_of(name) for name in names), "mean", "over samples"]
     note = (
         "mean: of the columns. over samples: every sample counts the same; the paper's printed average, which is no mean of "
         "its columns, is best explained by that (examples/paper/README.md)."
@@ -111,7 +115,7 @@ def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkCompariso
         d = c.difference
         rows.append(
             [
-                BENCHMARKS[name].title, f"{100 * c.ours:.2f}", f"{100 * c.theirs:.2f}", f"{100 * d.mean:+.2f}",
+                title_of(name), f"{100 * c.ours:.2f}", f"{100 * c.theirs:.2f}", f"{100 * d.mean:+.2f}",
                 interval(d.interval, "+"), interval(d.bootstrap, "+"), str(d.better), str(d.worse), f"{d.sign_test:.2g}",
                 str(len(c.gained)), str(len(c.lost)),
             ]
@@ -125,7 +129,7 @@ def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkCompariso
     ]
     for name, c in compared.items():
         if c.gained or c.lost:
-            notes.append(f"{BENCHMARKS[name].title}, rows: gained {_rows(c.gained)}, lost {_rows(c.lost)}.")
+            notes.append(f"{title_of(name)}, rows: gained {_rows(c.gained)}, lost {_rows(c.lost)}.")
     headings = ["", "first", "second", "difference", "95 %", "bootstrap", "better", "worse", "p", "gained", "lost"]
     return ResultTable(f"{ours} against {theirs}", headings, rows, notes)
 

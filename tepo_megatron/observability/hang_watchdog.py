@@ -24,7 +24,8 @@ from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.run_lock import FolderIdentity
 
 BEAT_SECONDS = 1.0
-TRAINING = ("old_stats", "update")  # phases in which every rank makes progress; in others a rank may wait for rank 0
+# phases in which every rank makes progress; in others a rank may wait for rank 0
+TRAINING = ("old_stats", "reference", "update")
 JOINING = "joining the servers in"  # + the group's name: a phase with its own deadline, where every rank progresses
 VERDICT = "watch/verdict"  # key of the explanation that every rank ends with; the rank that finds a fault first sets it
 _COLLECTIVES = os.path.join("torch", "distributed", "")

@@ -71,8 +71,10 @@ COLUMNS = (
     Column("roll s", "seconds/rollout", 6, ".1f"),
     Column("grade s", "seconds/grading_wait", 7, ".1f"),
     Column("old s", "seconds/old_stats", 5, ".1f"),
+    Column("ref s", "seconds/reference", 5, ".1f"),
     Column("upd s", "seconds/update", 5, ".1f"),
     Column("sync s", "seconds/sync", 6, ".1f"),
+    Column("wait s", "seconds/wait", 6, ".1f"),
     Column("total s", "seconds/total", 7, ".1f"),
     Column("tok/s", "tokens_per_second", 6, ".0f"),
 )
@@ -94,6 +96,7 @@ class RunLog:
         lock(self._metrics, run_dir)
         self._log, self._steps, self._lines, self._columns = LogFile(run_dir), steps, 0, columns
         self._alerts = AlertWatch()
+        self._evaluations: dict[int, Mapping[str, Value]] = {}  # of the file, by step
         self.listener: Listener | None = None
 
     def __enter__(self) -> "RunLog":
@@ -114,21 +117,37 @@ class RunLog:
         values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
         alerts = self._alerts.observe(step, values)
         values |= {key_of(name): 1.0 for name in self._alerts.active}
-        with writing(self.run_dir / METRICS_FILE):
-            append_line(self._metrics, json.dumps({"step": step, **values}) + "\n")
+        self._write(step, values)
         self._progress(step, values)
         for alert in alerts:
             self.message(alert.message)
+
+    def write_evaluation(self, step: int, record: Mapping[str, Value]) -> None:
+        """Record the evaluation of the weights of `step`, with keys that begin with `evaluation/`, in all outputs but the
+        terminal. Nothing is written if metrics.jsonl has it already.
+        """
+        self.check_in_place()
+        if record and self._evaluations.get(step) != record:
+            self._write(step, record)
+            self._evaluations[step] = dict(record)
+
+    def _write(self, step: int, values: Mapping[str, Value]) -> None:
+        with writing(self.run_dir / METRICS_FILE):
+            append_line(self._metrics, json.dumps({_FIRST_KEY: step, **values}) + "\n")
         if self.listener is not None:
             self.listener(step, values)
+        self._add_scalars(step, values)
         known = {key: value for key, value in values.items() if value is not None}
-        if self._tensorboard is not None:
-            for key, value in known.items():
-                self._tensorboard.add_scalar(key, value, global_step=step)
-            with writing(self.run_dir / "tensorboard"):
-                self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(known, step=step)
+
+    def _add_scalars(self, step: int, values: Mapping[str, Value]) -> None:
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(key, value, global_step=step)
+            with writing(self.run_dir / "tensorboard"):
+                self._tensorboard.flush()
 
     def check_in_place(self) -> None:
         """Raise RunReplacedError if the open metrics file is no longer the one in the run's folder."""
@@ -147,17 +166,21 @@ class RunLog:
         with writing(self.run_dir / METRICS_FILE):
             os.fsync(self._metrics)
 
-    def rewind(self, step: int) -> list[str]:
+    def rewind(self, step: int, keeps_evaluations: bool = False) -> list[str]:
         """Go back to the state after `step`: metrics.jsonl then holds the steps up to it, each once and in order.
 
-        Everything else in the file moves to metrics.lost.jsonl: later steps, which the run repeats, and damaged lines.
+        The evaluations of these steps stay, with `keeps_evaluations` those of later steps too. Everything else in the file
+        moves to metrics.lost.jsonl: later steps, which the run repeats, and damaged lines.
         Later steps are dropped from TensorBoard. If the process is killed in between and the method is called again, everything
         is moved exactly once. Return one sentence for each thing that was moved and for each fault of the file.
         """
         path = self.run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
-        found = records.steps_of(records.parse_lines(data), last=step)
-        kept = b"".join(line.raw + b"\n" for line in found.kept)
+        last_evaluation = math.inf if keeps_evaluations else step
+        found = records.steps_of(records.parse_lines(data), last=step, last_evaluation=last_evaluation)
+        # an evaluation comes after the record of its step; sorting is stable
+        lines = sorted([*found.kept, *found.kept_evaluations], key=lambda line: line.step)
+        kept = b"".join(line.raw + b"\n" for line in lines)
         if lost := b"".join(line.raw + b"\n" for line in (*found.rest, *found.later)):
             self._add_lost(lost)
         if data.startswith(kept):
@@ -167,12 +190,17 @@ class RunLog:
         self._alerts = AlertWatch()
         for record in found.records:
             self._alerts.observe(record[_FIRST_KEY], record)
+        self._evaluations = {record.pop(_FIRST_KEY): record for record in found.evaluations}
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = _open_tensorboard(self.run_dir, forget_from=step + 1)
+            for evaluated, values in self._evaluations.items():
+                if evaluated > step:
+                    self._add_scalars(evaluated, values)
         said = [f"{METRICS_FILE}: {fault}" for fault in found.faults]
         if found.later:
-            said.append(f"{len(found.later)} recorded steps are taken again; their former records moved to {LOST_FILE}")
+            again = len({line.step for line in found.later})
+            said.append(f"{again} recorded steps are taken again; their former records moved to {LOST_FILE}")
         if found.rest:
             said.append(f"{len(found.rest)} other lines of {METRICS_FILE} moved to {LOST_FILE}")
         return said

@@ -16,12 +16,13 @@ from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.plan.activations import ON_CPU, Attention, PlannedKernels
-from tepo_megatron.plan.gpus import GIB, GPUS, Gpu
+from tepo_megatron.plan.gpus import GIB
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.roofline import REFILLS, Predictor, StepPrediction
 from tepo_megatron.plan.search import LayoutCandidate, SearchResult, judge, search
 from tepo_megatron.plan.workload import Workload
+from tepo_megatron.utils.gpus import GPUS, Gpu
 from tepo_megatron.weights.families import Family, find_family, read_config
 from tepo_megatron.weights.ops import Architecture
 
@@ -134,9 +135,14 @@ def read_run(path: Path, samples_per_prompt: int) -> RecordedRun:
     response, sampled = mean("rollout/response_tokens_mean"), mean("rollout/sampled_groups")
     prompt = tokens / (mean("rollout/kept_groups") * samples_per_prompt) - response
     dropped = 1 - (mean("rollout/kept_groups") + mean("rollout/stale_groups")) / sampled if sampled else 0.0
-    taken = {name: [float(record.get(f"seconds/{name}") or 0.0) for record in later] for name in (*MEASURED, "total")}
+    taken = {name: [_seconds(record, name) for record in later] for name in (*MEASURED, "total")}
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     return RecordedRun(seconds, max(1, round(prompt)), max(1, round(response)), min(0.99, max(0.0, dropped)))
+
+
+def _seconds(record: Mapping[str, float | int | None], name: str) -> float:
+    names = ("old_stats", "reference") if name == "old_stats" else (name,)
+    return sum(float(record.get(f"seconds/{each}") or 0.0) for each in names)
 
 
 def calibrated(predictor: Predictor, run: RecordedRun) -> Predictor:

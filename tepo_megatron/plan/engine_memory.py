@@ -3,9 +3,10 @@
 from tepo_megatron.config import AnyServerConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
-from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
+from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions
 from tepo_megatron.plan.layers import attention_layers
 from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
+from tepo_megatron.utils.gpus import Gpu
 from tepo_megatron.weights.ops import Architecture
 
 

@@ -19,11 +19,12 @@ from tepo_megatron.config.training import TrainingConfig
 from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
-from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
+from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions
 from tepo_megatron.plan.layers import LayerKind, kinds_of
 from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
 from tepo_megatron.plan.parameters import HeldElements
 from tepo_megatron.plan.placement import placement_of
+from tepo_megatron.utils.gpus import Gpu
 from tepo_megatron.utils.host_sizes import arena_bytes
 from tepo_megatron.weights.ops import Architecture
 

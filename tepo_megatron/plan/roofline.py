@@ -14,7 +14,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.activations import microbatches_in_flight
 from tepo_megatron.plan.engine_memory import generating, kv_bytes
-from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
+from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions
 from tepo_megatron.plan.layers import (
     attention_layers,
     delta_rule_operations,
@@ -26,6 +26,7 @@ from tepo_megatron.plan.memory import TrainerMemory, has_teacher, state_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.workload import Workload
+from tepo_megatron.utils.gpus import Gpu
 from tepo_megatron.weights.ops import Architecture
 
 REFILLS = "sample again, for what was dropped"

@@ -17,6 +17,11 @@ from tepo_megatron.platform import cpu
 PlatformName = Literal["cpu", "cuda"]
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name that a GPU's driver gives it; empty for a CPU."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
+
+
 @dataclass(frozen=True)
 class Platform:
     """The device of tensors, and the backends of collectives."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.report.chart import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED, Chart, ChartAxis, Series, points
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.samples import ReportSample, SampleGroup
@@ -18,7 +17,6 @@ from tepo_megatron.report.words import of_text, shortened
 
 SHOWN = 4  # steps in the table
 MOST_CHANGED = 2  # problems shown per benchmark
-_COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, MUTED)
 
 Scores = Mapping[int, Mapping[str, tuple[float, float]]]  # step -> benchmark -> (accuracy, standard error)
 
@@ -74,17 +72,6 @@ def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
             except DataError as e:
                 notes.append(f"{e}.")
     return BenchmarkPanel(scores, sorted(groups, key=lambda group: group.title), notes)
-
-
-def over_steps(scores: Scores) -> Chart:
-    """Return a chart with a line and standard errors for each benchmark."""
-    series = []
-    names = dict.fromkeys(itertools.chain.from_iterable(scores.values()))
-    for name, color in zip(names, itertools.cycle(_COLORS), strict=False):
-        bars = points([(step, *of_step[name]) for step, of_step in scores.items() if name in of_step], color, "")
-        series += [bars, Series("line", name, color, bars.x, bars.rows[:1])]
-    caption = "± standard error, clustered by problem."
-    return Chart("Benchmarks, avg@k", caption, [ChartAxis(series, format="percent")])
 
 
 def _written(score: tuple[float, float] | None) -> str:

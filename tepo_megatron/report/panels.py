@@ -1,5 +1,6 @@
 """The charts of a run, by section. Quantities that no step measured are left out."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,18 +24,23 @@ from tepo_megatron.report.chart import (
     line,
     points,
 )
+from tepo_megatron.report.figures import at_end
 from tepo_megatron.report.run import RunRecord
 
-PHASES = {"rollout": BLUE, "grading_wait": ORANGE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
-PHASES_AHEAD = {"wait": BLUE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
+_TRAINED = {"old_stats": PURPLE, "reference": MUTED, "update": GREEN, "sync": RED}
+PHASES = {"rollout": BLUE, "grading_wait": ORANGE, **_TRAINED}
+PHASES_AHEAD = {"wait": BLUE, **_TRAINED}
+EVALUATION_COLORS = (INK, BLUE, ORANGE, GREEN, PURPLE, RED, MUTED)
 LOSSES = {"raised": RED, "timed_out": ORANGE, "over_limit": PURPLE}
 SOURCE = "arXiv 2604.12736"  # Figures 2 and 3 of the TEPO paper; its curves have no printed values
 SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # not a limit: mean seconds per step, caption of Figure 2
 
 
 def learning(run: RunRecord) -> Chart:
-    """Reward and accuracy."""
-    curves, evaluations = run.curves, run.summary.evaluations if run.summary else []
+    """Reward and accuracy of rollouts, and below them the evaluations, if there are any."""
+    curves, evaluations = run.curves, run.evaluations
+    if not evaluations and run.summary and run.summary.evaluations:  # a run of an earlier version
+        evaluations = {"held_out": run.summary.evaluations}
     if np.array_equal(curves["reward/mean"], curves["accuracy/mean"], equal_nan=True):
         series = [line(curves, "accuracy/mean", BLUE, "rollouts: reward = accuracy")]
     else:
@@ -42,9 +48,17 @@ def learning(run: RunRecord) -> Chart:
             line(curves, "reward/mean", ORANGE, "rollouts: reward"),
             line(curves, "accuracy/mean", BLUE, "accuracy"),
         ]
-    series += [points(evaluations, INK, "evaluation")] if evaluations else []
-    caption = "All samples; points in the colour of text: held-out problems, ± standard error."
-    return Chart("Reward and accuracy", caption, [ChartAxis(series, format="percent")])
+    axes, evaluated = [ChartAxis(series, format="percent")], []
+    keys = curves.named("reward/terms/")
+    terms = [line(curves, key, color, f"term {key[13:]}") for key, color in zip(keys, itertools.cycle(EVALUATION_COLORS))]
+    axes += [ChartAxis(terms)] if terms else []
+    for (name, results), color in zip(evaluations.items(), itertools.cycle(EVALUATION_COLORS), strict=False):
+        bars = points(results, color, "")
+        evaluated += [bars, Series("line", f"evaluation: {name.replace('_', ' ')}", color, bars.x, bars.rows[:1])]
+    axes += [ChartAxis(evaluated, format="percent")] if evaluated else []
+    caption = "All samples of training"
+    caption += "; below, the evaluations ± standard error, clustered by problem." if evaluated else "."
+    return Chart("Reward and accuracy", caption, axes)
 
 
 def entropy(run: RunRecord) -> Chart:
@@ -171,12 +185,21 @@ def seconds(run: RunRecord) -> Chart:
     return Chart("Seconds per step", caption, [ChartAxis(series, least=0.0)])
 
 
+def time_shares(run: RunRecord) -> str:
+    """Return what share of the last steps each phase took; of sampling ahead of training too, which takes none of its time."""
+    curves, total = run.curves, at_end(run.curves["seconds/total"])
+    means = {name: at_end(curves[f"seconds/{name}"]) for name in PHASES | PHASES_AHEAD}
+    shares = [f"{name.replace('_', ' ')} {mean / total:.0%}" for name, mean in means.items() if mean > 0]
+    return f"of a step's time: {', '.join(shares)}" if shares and total > 0 else ""
+
+
 def throughput(run: RunRecord) -> Chart:
     """Tokens per second of the whole step, and the shares of padding and pipeline bubbles."""
     curves, bubbles = run.curves, "packing/bubble_share"
     speed = line(curves, "tokens_per_second", BLUE, "trained tokens per second, prompts too")
     shares = [line(curves, "packing/padding_share", ORANGE, "padding")]
     shares += [line(curves, bubbles, PURPLE, "pipeline bubble")] if bubbles in curves else []
+    shares += [line(curves, "mfu", GREEN, "MFU of the trainer's phases")] if "mfu" in curves else []
     caption = "Padding and bubbles are shares of a step's work that teach nothing."
     return Chart(
         "Throughput and layout", caption, [ChartAxis([speed], least=0.0), ChartAxis(shares, format="percent", least=0.01)]

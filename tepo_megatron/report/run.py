@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,13 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.alerts import judge
 from tepo_megatron.observability.sinks import METRICS_FILE, read_steps
 from tepo_megatron.report.curves import Curves
+from tepo_megatron.utils.records import EVALUATION
 
 _LOST = re.compile(r"step \d+: \d+ of \d+ samples were lost; ")  # as `rollout/containment.py` writes it
 _SHOWN_LOSSES = 3
+
+
+Evaluations = Mapping[str, Sequence[tuple[int, float, float]]]  # name -> (step, accuracy, standard error), ascending
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class RunRecord:
     curves: Curves
     summary: Summary | None  # summary; None until the run has ended
     notes: tuple[str, ...] = ()  # sentences on faults of its records, and its alerts
+    evaluations: Evaluations = field(default_factory=dict)
 
     @property
     def fine_tuned(self) -> bool:
@@ -57,7 +63,20 @@ def read_run(folder: Path) -> RunRecord:
     notes = (*(f"{METRICS_FILE}: {fault}." for fault in found.faults), *(f"{alert.message}." for alert in alerts))
     notes += tuple(lost_samples(folder / "log.txt"))
     summary = read_summary(folder / "summary.json")
-    return RunRecord(folder, load_config(folder / "config.yaml"), Curves.of(found.records), summary, notes)
+    curves, evaluations = Curves.of(found.records), evaluations_of(found.evaluations)
+    return RunRecord(folder, load_config(folder / "config.yaml"), curves, summary, notes, evaluations)
+
+
+def evaluations_of(records: Sequence[Mapping[str, float | None]]) -> Evaluations:
+    """Return the evaluations in their records, which are ascending by step."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for record in records:
+        for key, mean in record.items():
+            prefix, _, kind = key.rpartition("/")
+            if kind == "accuracy" and mean is not None:
+                row = int(record["step"] or 0), mean, record.get(f"{prefix}/standard_error") or 0.0
+                found.setdefault(prefix.removeprefix(EVALUATION), []).append(row)
+    return found
 
 
 def lost_samples(log: Path) -> list[str]:

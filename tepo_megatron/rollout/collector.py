@@ -98,6 +98,8 @@ class Collector:
             groups, old = self._graded(step, missing, clock, stream)
             for rollout in (sample[-1] for group in groups for sample in split_samples(group)):
                 metrics.add("reward/mean", rollout.reward)
+                for number, (_, value) in enumerate(rollout.terms if len(rollout.terms) > 1 else ()):
+                    metrics.add(f"reward/terms/{number}", value)
                 metrics.add("rollout/staleness", 0 if self.cfg.only else step - 1 - rollout.policy_version)
                 metrics.add("rollout/mixed_versions", bool(rollout.later_versions))
                 metrics.add("accuracy/mean", rollout.score)

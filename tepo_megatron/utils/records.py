@@ -7,7 +7,7 @@ reported. Only the standard library is imported, because launchers read progress
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tepo_megatron.utils.escaping import excerpt
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 5  # faults reported individually
+EVALUATION = "evaluation/"  # first part of the keys of an evaluation's record
 
 Record = dict[str, Any]
 
@@ -29,14 +30,21 @@ class JsonLine:
     value: Record | None
     fault: str = ""
 
+    @property
+    def step(self) -> int:
+        """Return the step of a record."""
+        assert self.value is not None
+        return int(self.value["step"])
+
 
 @dataclass(frozen=True)
 class StepRecords:
-    """The step records of a run, sorted."""
+    """The records of a run's steps and evaluations, each sorted by step."""
 
     kept: list[JsonLine]
+    kept_evaluations: list[JsonLine] = field(default_factory=list)  # see `is_evaluation`
     later: list[JsonLine] = field(default_factory=list)  # lines of steps after the requested last one, in file order
-    # Every other line: unreadable, without a step, or an earlier record of a step recorded twice
+    # Every other line: unreadable, without a step, or an earlier record of a step or an evaluation recorded twice
     rest: list[JsonLine] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -44,6 +52,11 @@ class StepRecords:
     def records(self) -> list[Record]:
         """Return the objects of `kept`."""
         return [line.value for line in self.kept if line.value is not None]
+
+    @property
+    def evaluations(self) -> list[Record]:
+        """Return the objects of `kept_evaluations`."""
+        return [line.value for line in self.kept_evaluations if line.value is not None]
 
 
 def parse_lines(data: bytes) -> list[JsonLine]:
@@ -56,14 +69,17 @@ def read_lines(path: Path) -> list[JsonLine]:
     return parse_lines(path.read_bytes())
 
 
-def steps_of(lines: Iterable[JsonLine], last: int | None = None) -> StepRecords:
-    """Sort the step records: each step once, in order.
+def steps_of(lines: Iterable[JsonLine], last: int | None = None, last_evaluation: float | None = None) -> StepRecords:
+    """Sort the records: each step and each step's evaluation once, in order.
 
     Of two records of the same step the later one in the file is kept, because it comes from the later attempt. `last`: last
-    step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
+    step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest. `last_evaluation`: last step
+    whose evaluation is kept; None: `last`.
     """
     found = StepRecords([])
     by_step: dict[int, JsonLine] = {}
+    evaluations: dict[int, JsonLine] = {}
+    last_evaluation = last if last_evaluation is None else last_evaluation
     doubled: set[int] = set()
     unreadable: list[tuple[JsonLine, str]] = []
     for line in lines:
@@ -72,22 +88,29 @@ def steps_of(lines: Iterable[JsonLine], last: int | None = None) -> StepRecords:
             unreadable.append((line, fault))
             found.rest.append(line)
             continue
-        assert line.value is not None
-        step = line.value["step"]
-        if last is not None and step > last:
+        step, evaluates = line.step, is_evaluation(line.value or {})
+        kind, end = (evaluations, last_evaluation) if evaluates else (by_step, last)
+        if end is not None and step > end:
             found.later.append(line)
             continue
-        if step in by_step:
-            doubled.add(step)
-            found.rest.append(by_step[step])
-        by_step[step] = line
+        if step in kind:
+            doubled |= set() if evaluates else {step}
+            found.rest.append(kind[step])
+        kind[step] = line
     found.kept.extend(by_step[step] for step in sorted(by_step))
+    found.kept_evaluations.extend(evaluations[step] for step in sorted(evaluations))
     found.faults.extend(named_faults(unreadable))
     if doubled:
         found.faults.append(f"recorded more than once (the later record counts): {_named([(s, s) for s in sorted(doubled)])}")
     if missing := _gaps(by_step, max(by_step, default=0) if last is None else last):
         found.faults.append(f"no record of {_named(missing)}, and what is lost cannot be made again")
     return found
+
+
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of an evaluation of the weights of its step, which may be 0."""
+    keys = record.keys() - {"step"}
+    return bool(keys) and all(key.startswith(EVALUATION) for key in keys)
 
 
 def named_faults(unreadable: Sequence[tuple[JsonLine, str]]) -> list[str]:
@@ -133,7 +156,7 @@ def _line(number: int, raw: bytes) -> JsonLine:
 def _no_record(value: Record | None) -> str:
     """Return why an object is not a step record; empty if it is one."""
     step = None if value is None else value.get("step")
-    if value is None or isinstance(step, bool) or not isinstance(step, int) or step < 1:
+    if value is None or isinstance(step, bool) or not isinstance(step, int) or step < (0 if is_evaluation(value) else 1):
         return 'not an object with an integer "step"'
     for key, number in value.items():
         if number is not None and not (isinstance(number, int | float) and math.isfinite(number)):

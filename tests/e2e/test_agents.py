@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Command, settings
+from tests.recorded import step_records
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 3
@@ -28,7 +28,7 @@ def test_a_recipe_trains_on_the_turns_that_were_sampled(
     command = tepo("train", f"examples/agents/{recipe}.yaml", *settings(base, **keys))
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
-    records = [json.loads(line) for line in (tmp_path / "runs" / recipe / "metrics.jsonl").read_text().splitlines()]
+    records = step_records(tmp_path / "runs" / recipe)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     for record in records:
         assert record["rollout/logprob_diff_mean"] <= 1e-5 and record["actor/grad_norm"] > 0

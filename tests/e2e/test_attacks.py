@@ -28,6 +28,7 @@ from tests.e2e.test_secrets import keys_of_servers
 from tests.hosts import Host
 from tests.listening import Listener, Watch, listeners
 from tests.living_folder import files_below, paths_below
+from tests.recorded import step_records, steps_taken
 from tests.server.test_engines import CONTROLS
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -108,11 +109,6 @@ def servers_of(found: set[Listener]) -> list[int]:
     return sorted(one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process)
 
 
-def has_steps(run: Path, count: int) -> bool:
-    path = run / "metrics.jsonl"
-    return path.exists() and path.read_text().count("\n") >= count
-
-
 @pytest.mark.parametrize(
     ("engine", "transport", "keys"),
     [
@@ -137,7 +133,7 @@ def test_no_attack_from_another_host_or_user_succeeds(
         command.until(run.is_dir, timeout=240)
         live = start("watch", run, by=[*ours.enter, sys.executable])
         with Watch(lambda: pids_of(command) + pids_of(live)) as watch:
-            command.until(lambda: has_steps(run, 2), timeout=240)
+            command.until(lambda: steps_taken(run) >= 2, timeout=240)
             live.until(lambda: "http://" in live.output, timeout=60)
             url = urlsplit(live.output.split()[0])
             pids = pids_of(command)
@@ -163,15 +159,15 @@ def test_no_attack_from_another_host_or_user_succeeds(
             canaries = sorted(path.name for path in (folder / "canary").iterdir())
             assert canaries == [], "code ran"
             assert won == []
-            before = (run / "metrics.jsonl").read_text().count("\n")
-            command.until(lambda: has_steps(run, before + 2), timeout=60)
+            before = steps_taken(run)
+            command.until(lambda: steps_taken(run) >= before + 2, timeout=60)
             lines = command.left_over() + live.left_over()
         live.process.kill()
         command.process.kill()
     assert len(rows) >= ATTACKS
     assert not any(key in line for line in lines for key in secrets)
     assert not [path for path in paths_below(folder) if path.name.startswith("planted") or path.suffix == ".moved"]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = step_records(run)
     assert [r["step"] for r in records] == list(range(1, len(records) + 1))
     assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records), "weights were changed"
     assert reached_from_outside(watch) == []

@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig
 from tepo_megatron.rollout import record
 from tests.e2e.conftest import commands, settings
 from tests.pairwise import pairwise
+from tests.recorded import step_records
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -103,7 +104,7 @@ def test_rollouts_are_of_the_actors_weights(
     command = tepo(*arguments(served.model, **overrides), env={"TEPO_SERVER_KEY": served.key})
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
-    records = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    records = step_records(tmp_path / "runs/run")
     assert len(records) == STEPS
     print(f"largest mean log-prob difference: {max(r['rollout/logprob_diff_mean'] for r in records):.1e}")
     for r in records:

@@ -4,7 +4,6 @@ It takes less than 30 s on a machine with nothing else to do, and several times 
 of these needs a server (those that do: tests/server, test_train.py); those in mid-run have a scripted engine instead.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 import tepo_megatron.inference.engines  # noqa: F401  its annotations name Popen, which a test below replaces
 from tepo_megatron import cli
+from tests.recorded import step_records, steps_taken
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
@@ -86,16 +86,11 @@ SHORT = {
 }  # fmt: skip
 
 
-def whole_lines(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def fault(command, run: Path, *phrases: str, steps: int) -> None:
     """Assert that the fault ends the run in mid-run as in `refused`, with earlier steps on record and no partial files."""
     command.until(lambda: "actor built" in command.output, timeout=BOUND)
     refused(command, *phrases)
-    assert len(whole_lines(run)) == steps
+    assert len(step_records(run)) == steps
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
     assert "error: rank" in (run / "log.txt").read_text()
 
@@ -106,7 +101,7 @@ def test_steps_without_an_informative_group_change_nothing_and_go_on(
 ) -> None:
     command = tepo(*arguments(random_model, **SHORT, name="uniform"), engine="uniform")
     assert command.wait(2 * BOUND) == 0, command.output
-    records = whole_lines(tmp_path / "runs" / "uniform")
+    records = step_records(tmp_path / "runs" / "uniform")
     assert len(records) == 6 and all(r["rollout/kept_groups"] == 0 and r["loss/total"] is None for r in records)
     trained, base = (
         load_file(path)
@@ -131,21 +126,21 @@ def test_a_server_that_dies_in_mid_run_ends_the_run(tepo, arguments, random_mode
 def test_a_killed_rank_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(random_model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
     run = tmp_path / "runs" / "killed"
-    command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 2, timeout=BOUND)
     os.kill(command.ranks()[-1], signal.SIGKILL)
     refused(command, "was ended by SIGKILL")
-    assert len(whole_lines(run)) >= 2
+    assert len(step_records(run)) >= 2
 
 
 @pytest.mark.full
 def test_ctrl_c_ends_the_run(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(random_model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
     run = tmp_path / "runs" / "stopped"
-    command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 2, timeout=BOUND)
     command.interrupt()
     assert command.wait(BOUND) == 130
     command.assert_nothing_left()
-    assert len(whole_lines(run)) >= 2 and not (run / "hf").exists() and not (run / "summary.json").exists()
+    assert len(step_records(run)) >= 2 and not (run / "hf").exists() and not (run / "summary.json").exists()
     assert "Traceback" not in command.output and "tepo: interrupted" in command.output
 
 

@@ -1,11 +1,12 @@
 """A whole run of a hybrid (Qwen3.5) with a real vLLM: `make demo MODEL=qwen3_5` in a small form."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.recorded import step_records
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 3
@@ -28,7 +29,7 @@ def test_a_hybrid_trains_and_the_engine_serves_what_the_actor_has(tepo, argument
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
     run = tmp_path / "runs" / "hybrid"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = step_records(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     for r in records:
         assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3

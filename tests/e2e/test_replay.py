@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Command
-from tests.e2e.test_faults import whole_lines
 from tests.parallel.resume_worlds import records, weights
+from tests.recorded import step_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 STEPS = 6
@@ -74,7 +74,7 @@ def test_a_run_comes_out_again(
         other = ["--parallel.tp", "1", "--parallel.dp", "2"] if what == "layout" else []
         command = tepo("resume", run, *other)
     assert command.wait(300) == 0, command.output
-    rows = whole_lines(run)
+    rows = step_records(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and max(row["actor/grad_norm"] for row in rows) > 0
     again = tepo("replay", run)
     assert again.wait(300) == 0, again.output

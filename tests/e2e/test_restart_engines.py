@@ -12,7 +12,8 @@ import pytest
 
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import Command
-from tests.e2e.test_faults import SHORT, whole_lines
+from tests.e2e.test_faults import SHORT
+from tests.recorded import step_records, steps_taken
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 STEPS = 16
@@ -50,7 +51,7 @@ def test_ranks_that_die_go_on_with_their_servers(
     engine, keys = CASES[case]
     run, more = tmp_path / "runs" / "a", {"training__steps": STEPS, "checkpoint__every": 2, "parallel__tp": 2}
     command = tepo(*arguments(base, **SHORT | more | keys, name="a", rollout__engine=engine))
-    command.until(lambda: len(whole_lines(run)) >= 3, timeout=240)
+    command.until(lambda: steps_taken(run) >= 3, timeout=240)
     servers = servers_of(command)
     ranks = sorted(int(line.split()[0]) for line in command.left_over() if "tepo_megatron.launcher.worker" in line)
     os.kill(ranks[-1], signal.SIGKILL)
@@ -58,7 +59,7 @@ def test_ranks_that_die_go_on_with_their_servers(
     assert servers_of(command) == servers, "a server was restarted"
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
-    records = whole_lines(run)
+    records = step_records(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert sum(r["rollout/server_restarts"] for r in records) == 0
     compared = [r["gate/logprob_diff_worst"] for r in records if r["gate/logprob_diff_worst"] is not None]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_faults import SHORT, refused, whole_lines
+from tests.e2e.test_faults import SHORT, refused
 from tests.parallel.resume_worlds import records, weights
+from tests.recorded import steps_taken
 
 pytestmark = pytest.mark.e2e
 RUN: dict[str, Any] = SHORT | {
@@ -39,7 +40,7 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     finished(tepo(*arguments(random_model, **RUN | {"checkpoint__every": 0}, name="straight"), engine="good"))
 
     command = tepo(*arguments(random_model, **RUN, name="killed"), engine="slow")
-    command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 3, timeout=240)
+    command.until(lambda: bool(complete(run)) and steps_taken(run) >= 3, timeout=240)
     os.kill(command.process.pid, signal.SIGKILL)
     command.assert_nothing_left()
     assert tepo("report", run).wait(240) == 0 and (run / "report.png").exists()
@@ -48,7 +49,7 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     again = ["resume", run]
     command = tepo(*again, "--checkpoint.max_restarts", "0", engine="slow")
     command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=240)
-    command.until(lambda: len(whole_lines(run)) >= 6, timeout=240)
+    command.until(lambda: steps_taken(run) >= 6, timeout=240)
     assert len(command.ranks()) == RUN["parallel__tp"]
     os.kill(command.ranks()[-1], signal.SIGKILL)
     refused(command, "was ended by SIGKILL")

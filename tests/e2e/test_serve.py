@@ -11,6 +11,7 @@ import pytest
 
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tepo_megatron.rollout import record
+from tests.recorded import step_records, steps_taken
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 8
@@ -30,8 +31,7 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     words = arguments(base, **settings)
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
     train = tepo(*words)
-    path = run / "metrics.jsonl"
-    with train.stopped_when(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=240):
+    with train.stopped_when(lambda: steps_taken(run) >= 2, timeout=240):
         (found,) = rendezvous.glob("*.json")
         before = json.loads(found.read_text())
         assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
@@ -44,7 +44,7 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     for step in range(1, STEPS + 1):
         rollouts, _ = record.read(run / record.FOLDER, step)
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = step_records(run)
     assert len(records) == STEPS and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert list(weights.iterdir()) == []  # what carried the weights is gone
 
@@ -65,10 +65,10 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
     words = arguments(base, **settings)
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
     train = tepo(*words)
-    path, folder = run / "metrics.jsonl", Rendezvous(rendezvous)
+    folder = Rendezvous(rendezvous)
 
     def has_the_devices() -> bool:
-        return path.exists() and bool(path.read_text()) and rendezvous.exists() and folder.leases.current() is not None
+        return steps_taken(run) > 0 and rendezvous.exists() and folder.leases.current() is not None
 
     with train.stopped_when(has_the_devices, timeout=240):
         os.kill(serve.oldest_server(SERVER), signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
     for step in range(1, 5):
         rollouts, _ = record.read(run / record.FOLDER, step)
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = step_records(run)
     assert len(records) == 4 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert folder.leases.current() is None
     os.kill(serve.process.pid, signal.SIGTERM)

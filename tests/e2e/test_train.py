@@ -16,6 +16,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.inference import sglang
 from tepo_megatron.rollout import record
+from tests.recorded import step_records, steps_taken
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
@@ -23,12 +24,9 @@ STEPS = 2
 MEAN, LARGEST = "rollout/logprob_diff_mean", "rollout/logprob_diff_max"
 # metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
+UNUSED |= {"mfu"}  # of GPUs only
 TRUNCATED = {key for key in KEYS if key.startswith("truncation/")}
 OF_OPTIONS = TRUNCATED | {key for key in KEYS if key.startswith("sync/")}
-
-
-def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
@@ -46,7 +44,7 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     run = tmp_path / "runs" / "whole"
     assert url not in (run / "log.txt").read_text()
 
-    records = metrics_of(run)
+    records = step_records(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     expected = {"step", *KEYS, *(f"seconds/{p}" for p in PHASES), "seconds/total", "tokens_per_second"}
     expected |= {f"server/0/{name}" for name in ("up", "queue", "tokens_per_second", "restarts")}
@@ -89,7 +87,7 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
     settings |= {"logging__audit_every": 1}
     command = tepo(*arguments(base, name="truncated", **settings))
     assert command.wait(240) == 0, command.output
-    records = metrics_of(tmp_path / "runs" / "truncated")
+    records = step_records(tmp_path / "runs" / "truncated")
     assert len(records) == 3
     for r in records:
         print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in (*sorted(TRUNCATED), MEAN, LARGEST)))
@@ -101,7 +99,7 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
 
     command = tepo("replay", tmp_path / "runs" / "truncated")
     assert command.wait(240) == 0 and "every number of the steps 1 to 3 is equal" in command.output, command.output
-    for r, again in zip(records, metrics_of(tmp_path / "runs" / "truncated-replay"), strict=True):
+    for r, again in zip(records, step_records(tmp_path / "runs" / "truncated-replay"), strict=True):
         assert again["truncation/kept_mean"] == r["truncation/kept_mean"] and again["truncation/recomputed"] == 0
 
 
@@ -115,7 +113,7 @@ def test_masks_of_older_weights_stay_with_their_tokens(tepo, arguments, base: Pa
     settings |= {"rollout__on_weight_update": "continue", "logging__audit_every": 1}
     command = tepo(*arguments(base, name="older", **settings))
     assert command.wait(240) == 0, command.output
-    records = metrics_of(tmp_path / "runs" / "older")
+    records = step_records(tmp_path / "runs" / "older")
     names = ("gate/logprob_diff_worst", "rollout/staleness", "rollout/mixed_versions", "truncation/differs", MEAN)
     for r in records:
         print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in names))
@@ -131,7 +129,7 @@ def test_a_run_on_masks_that_the_actor_recomputes(tepo, arguments, base: Path, t
     settings = {"training__steps": 2, "optimizer__warmup_steps": 0, "rollout__top_p": 0.9, "rollout__prompts_per_step": 8}
     command = tepo(*arguments(base, name="recomputed", **settings, evaluation__max_problems=4))
     assert command.wait(240) == 0, command.output
-    for r in metrics_of(tmp_path / "runs" / "recomputed"):
+    for r in step_records(tmp_path / "runs" / "recomputed"):
         print(f"recomputed, step {r['step']}: " + ", ".join(f"{k} {r[k]}" for k in (*sorted(TRUNCATED), MEAN, LARGEST)))
         assert r["truncation/recomputed"] == 1 and r["truncation/cut"] == 0 and r["truncation/outside"] <= 1e-3
         assert r["truncation/differs"] is None and r[MEAN] <= 1e-4
@@ -143,15 +141,14 @@ def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path,
     settings = {"parallel__tp": 1, "parallel__pp": 3, "training__steps": 500, "rollout__server__restarts": 0}
     command = tepo(*arguments(base, name="killed", **settings))
     run = tmp_path / "runs" / "killed"
-    path = run / "metrics.jsonl"
-    command.until(lambda: path.exists() and path.read_text().count("\n") >= 3, timeout=180)
+    command.until(lambda: steps_taken(run) >= 3, timeout=180)
     server = next(line for line in command.left_over() if "-m vllm.entrypoints" in line and "guard" not in line)
     os.kill(int(server.split()[0]), signal.SIGKILL)
     assert command.wait(120) == 1
     assert command.output.count("tepo: error: rank 0:") == 1 and "SIGKILL" in command.output, command.output
     assert "Traceback" not in command.output
     command.assert_nothing_left()
-    records = metrics_of(run)  # every line parses
+    records = step_records(run)  # every line parses
     assert len(records) >= 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert all(r["rollout/logprob_diff_max"] <= 1e-3 for r in records)
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
@@ -166,19 +163,15 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__server__restarts": 9}
     command = tepo(*arguments(base, name="chaos", **settings))
     run = tmp_path / "runs" / "chaos"
-    path = run / "metrics.jsonl"
-
-    def steps() -> int:
-        return path.read_text().count("\n") if path.exists() else 0
 
     def first_process() -> int:
         return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": f"-m {sglang.SERVER}"}[engine])
 
-    with command.stopped_when(lambda: steps() >= 2, timeout=240):
+    with command.stopped_when(lambda: steps_taken(run) >= 2, timeout=240):
         os.kill(first_process(), signal.SIGKILL)
     command.until(lambda: "is started again (restart 1)" in command.output, timeout=240)
-    seen = steps()
-    command.until(lambda: steps() >= seen + 2, timeout=240)
+    seen = steps_taken(run)
+    command.until(lambda: steps_taken(run) >= seen + 2, timeout=240)
     os.kill(first_process(), signal.SIGSTOP)
     assert command.wait(400) == 0, command.output
     command.assert_nothing_left()
@@ -189,4 +182,4 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
         prompts += [r.prompt_id for r in rollouts[::8]]
     assert len(prompts) == 128 and len(set(prompts)) == 128, "a prompt was lost, or used twice"
-    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in metrics_of(run))
+    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in step_records(run))

@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.conftest import Command, commands, settings, write_model
 from tests.e2e.test_restart import taken
 from tests.fast_clock.clock import SPEED, sweep, variables
+from tests.recorded import step_records
 from tests.unit.rewards.test_judge import serve
 
 pytestmark = pytest.mark.fast_clock
@@ -56,7 +57,7 @@ def checked(run: Path, *finished: Command, steps: int = STEPS) -> list[dict[str,
     """Wait for commands, and assert that nothing was cut off: no process, server, sample or grade."""
     for command in finished:
         ended_well(command)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = step_records(run)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     lost = ("rollout/server_restarts", "rollout/samples_raised", "rollout/samples_timed_out", "grading/timeout", "grading/died")
     assert not any(row.get(key) for row in rows for key in lost), rows

@@ -40,6 +40,7 @@ from tepo_megatron.rollout import record
 from tests.e2e.conftest import Command, commands, settings, write_model
 from tests.living_folder import paths_below
 from tests.parallel.resume_worlds import records, weights
+from tests.recorded import steps_taken
 
 STEPS, SAMPLES = 6, 4
 LEFT_SECONDS = 60.0
@@ -164,17 +165,17 @@ def roles_of(launcher: int) -> dict[str, list[psutil.Process]]:
 
 def _reached(trial: Trial, run: Path, started: float) -> bool:
     """Return whether the run is in the phase in which its victims are to die, with work under way that a kill could break."""
-    lines = (run / "metrics.jsonl").read_text().count("\n") if (run / "metrics.jsonl").exists() else 0
+    steps = steps_taken(run)
     match trial.phase:
         case "start":
             return time.monotonic() - started > 10 * trial.after
         case "step":
-            return lines >= 1 + trial.number % 4
+            return steps >= 1 + trial.number % 4
         case "save":
-            return any((run / "checkpoints").glob("*.partial")) or lines >= STEPS
+            return any((run / "checkpoints").glob("*.partial")) or steps >= STEPS
         case "sync":
-            return (lines >= 1 + trial.number % 4 and any(Path("/dev/shm").glob("tepo-sync-*/*"))) or lines >= STEPS
-    return (run / "hf.partial").exists() or lines >= STEPS
+            return (steps >= 1 + trial.number % 4 and any(Path("/dev/shm").glob("tepo-sync-*/*"))) or steps >= STEPS
+    return (run / "hf.partial").exists() or steps >= STEPS
 
 
 def _disturb(trial: Trial, command: Command, run: Path) -> list[psutil.Process]:

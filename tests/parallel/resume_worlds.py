@@ -24,9 +24,11 @@ from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.observability import run_dir
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.records import is_evaluation
 from tepo_megatron.utils.save_requests import STOP
 from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_service import ScriptedEngine
+from tests.recorded import step_records
 from tests.services import train_here
 from tests.tiny import tensors, tiny_qwen3
 from tests.worlds import run_world
@@ -236,6 +238,7 @@ class Outcome:
     """
 
     records: list[dict[str, Any]]
+    accuracies: list[dict[str, Any]]  # records of evaluations
     summary: dict[str, Any]
     evaluation: str
     weights: dict[str, torch.Tensor]
@@ -253,15 +256,16 @@ def outcome(cfg: Config, journal: Path) -> Outcome:
             prompts.setdefault(row["version"] + 1, []).append([row["seed"], row["prompts"]])
     summary = json.loads((cfg.run_dir / "summary.json").read_text())
     seconds = summary.pop("seconds")
-    assert seconds >= sum(json.loads(line)["seconds/total"] for line in _lines(cfg.run_dir / "metrics.jsonl"))
+    assert seconds >= sum(record["seconds/total"] for record in step_records(cfg.run_dir))
     evaluation = (cfg.run_dir / "evaluation.jsonl").read_text()
-    return Outcome(records(cfg.run_dir), summary, evaluation, weights(cfg.run_dir), prompts)
+    return Outcome(records(cfg.run_dir), accuracies(cfg.run_dir), summary, evaluation, weights(cfg.run_dir), prompts)
 
 
 def assert_same(run: Outcome, straight: Outcome) -> None:
     """Assert that two outcomes are equal, bit for bit."""
     assert run.prompts == straight.prompts
     assert run.records == straight.records
+    assert run.accuracies == straight.accuracies
     assert run.summary == straight.summary and run.evaluation == straight.evaluation
     assert run.weights.keys() == straight.weights.keys()
     for name, weight in straight.weights.items():
@@ -269,12 +273,17 @@ def assert_same(run: Outcome, straight: Outcome) -> None:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl, without clock measurements, their alerts, and the load and restarts of servers."""
-    rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
+    """Return the steps of metrics.jsonl, without clock measurements, their alerts, and the load and restarts of servers."""
+    rows = [row for line in _lines(folder / "metrics.jsonl") if not is_evaluation(row := json.loads(line))]
     other = ("tokens_per_second", "rollout/server_restarts")
     return [
         {k: v for k, v in row.items() if not k.startswith(("seconds/", "server/", "alert/")) and k not in other} for row in rows
     ]
+
+
+def accuracies(folder: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of metrics.jsonl."""
+    return [row for line in _lines(folder / "metrics.jsonl") if is_evaluation(row := json.loads(line))]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -38,6 +38,10 @@ def test_a_run_with_benchmarks_trains_as_one_without(model: Path, tmp_path: Path
         w.attempt(cfg, tmp_path / name / "journal")
         outcomes.append(w.outcome(cfg, tmp_path / name / "journal"))
     accuracies = outcomes[1].summary.pop("benchmarks")
+    for benchmark in accuracies["before"]:
+        recorded = [record.pop(f"evaluation/{benchmark}/accuracy") for record in outcomes[1].accuracies]
+        assert (recorded[0], recorded[3]) == (accuracies["before"][benchmark], accuracies["after"][benchmark])
+        assert all(record.pop(f"evaluation/{benchmark}/standard_error") >= 0 for record in outcomes[1].accuracies)
     w.assert_same(outcomes[1], outcomes[0])
     assert accuracies["before"].keys() == accuracies["after"].keys() == {"aime24", "minerva"}
     files = evaluated(cfg)

@@ -173,7 +173,9 @@ def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
 
     former = (cfg.run_dir / "summary.json").read_text()
     w.attempt(w.run_config(model, tmp_path, checkpoint={"every": 1}, resume=True), tmp_path / "journal", 3)
-    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
+    longer = w.outcome(cfg, tmp_path / "journal")
+    assert longer.accuracies.pop(2)["step"] == 3  # which was the last step once
+    w.assert_same(longer, straight(1))
     assert (cfg.run_dir / "summary.former.json").read_text() == former
     lines = [line for line in log_of(cfg).splitlines() if line.startswith("resume: ")]
     assert lines[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
@@ -214,9 +216,9 @@ def test_damaged_records_are_reported_and_the_run_completes(
     """Every record that can be read is there once at the end, and the run ends as if nothing had happened to its records."""
     cfg = made(model, tmp_path, rollout={"record": True})
     metrics, lost, folder = (cfg.run_dir / name for name in ("metrics.jsonl", "metrics.lost.jsonl", "rollouts"))
-    first, second, third = metrics.read_text().splitlines()
+    before, first, second, of_2, third, of_3 = metrics.read_text().splitlines()  # with evaluations at 0, 2 and 3
     # half of step 2, then step 3 twice and before step 1, and no end
-    metrics.write_text(f"{third}\r\n{second[:50]}\n\0garbage\n{first}\n{third}")
+    metrics.write_text(f"{third}\r\n{second[:50]}\n\0garbage\n{of_3}\n{first}\n{before}\n{third}")
     record = folder / "step-000001.safetensors"
     record.write_bytes(record.read_bytes()[:-3])
     more = {"rollout": {"record": True}, "checkpoint": {"every": 1}, "resume": True}
@@ -230,9 +232,9 @@ def test_damaged_records_are_reported_and_the_run_completes(
     ):  # fmt: skip
         assert words in log, words
     recorded = metrics.read_text().splitlines()
-    assert recorded[:2] == [first, third] and len(recorded) == 3 and lost.read_text().count(third) == 1
+    assert recorded[:4] == [before, first, third, of_3] and len(recorded) == 6 and lost.read_text().count(third) == 1
     metrics.write_text("")  # and once more, all of it
     w.attempt(w.run_config(model, tmp_path, **more), tmp_path / "journal", 2)
     assert "resume: metrics.jsonl: no record of steps 1 to 4," in log_of(cfg)
-    metrics.write_text("\n".join([first, second, *recorded[1:], *metrics.read_text().splitlines()]))
+    metrics.write_text("\n".join([before, first, second, of_2, third, *recorded[4:], *metrics.read_text().splitlines()]))
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))

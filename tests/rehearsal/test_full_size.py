@@ -33,6 +33,7 @@ from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import ROOT, Command, commands
 from tests.fast_clock.clock import SPEED, sweep, variables
+from tests.recorded import step_records, steps_taken
 from tests.rehearsal.rank import MESSAGE, READS
 from tests.rehearsal.scripted import TRAINED
 from tests.tiny import VOCAB_SIZE, char_tokenizer
@@ -132,7 +133,7 @@ def test_ten_steps_of_the_14b_recipe(tmp_path: Path) -> None:
         servers = start(config, "127.0.0.2", module="tests.rehearsal.serve")
         train = partial(start, "train", config, module="tests.rehearsal.rank")
         with watched(first := train(), peaks):
-            first.until(lambda: len(rows_of(run / "metrics.jsonl")) >= 2, LIMIT)
+            first.until(lambda: steps_taken(run) >= 2, LIMIT)
             os.kill(servers.oldest_server("tests.rehearsal.server"), signal.SIGKILL)
             first.until(lambda: 6 in steps(run / "checkpoints") and len(rows_of(run / TRAINED)) >= 7, LIMIT)
             counts = counts_of(tmp_path / "servers")
@@ -148,7 +149,7 @@ def test_ten_steps_of_the_14b_recipe(tmp_path: Path) -> None:
         assert servers.wait(LIMIT) == 0, servers.output
         servers.assert_nothing_left()
     sweep()
-    metrics = rows_of(run / "metrics.jsonl")
+    metrics = step_records(run)
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     lost = [f"rollout/samples_{why}" for why in ("raised", "timed_out", "over_limit")] + ["grading/timeout", "grading/died"]
     assert not any(row.get(key) for row in metrics for key in lost), metrics

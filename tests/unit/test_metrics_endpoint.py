@@ -109,7 +109,9 @@ def test_a_scrape_holds_every_documented_name() -> None:
     record: dict[str, float | None] = dict.fromkeys(keys, 0.5) | {"rollout/samples_raised": 2.0, "alert/clip_high": 1.0}
     metrics.record(1, record)
     metrics.record(2, record)
+    metrics.record(2, {"evaluation/amc/accuracy": 0.25, "evaluation/amc/standard_error": None})
     found = samples(metrics.text())
+    assert found.pop(("tepo_step_evaluation_amc_accuracy", ())) == 0.25
     assert {name for name, _ in found if name.startswith("tepo_")} == {*grafana.LIVE, *map(step_name, keys)}
     assert found["tepo_step", ()] == 2 and found["tepo_samples_lost_total", (("reason", "raised"),)] == 4
     assert found["tepo_alert_active", (("alert", "clip_high"),)] == 1

@@ -19,7 +19,7 @@ from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model
 from tepo_megatron.plan.engine_memory import kv_bytes
-from tepo_megatron.plan.gpus import ASSUMED, GPUS
+from tepo_megatron.plan.gpus import ASSUMED
 from tepo_megatron.plan.layers import sequence_state_bytes
 from tepo_megatron.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes
 from tepo_megatron.plan.memory_parts import PlannedModel
@@ -29,6 +29,7 @@ from tepo_megatron.plan.roofline import touched_weights
 from tepo_megatron.plan.search import judge, search
 from tepo_megatron.plan.workload import Workload, max_generation_rounds
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.gpus import GPUS
 from tepo_megatron.utils.host_sizes import block_bytes
 
 RECIPES = sorted(Path("examples/recipes").glob("*.yaml"))

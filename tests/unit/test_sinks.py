@@ -14,7 +14,7 @@ import pytest
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.observability import sinks
-from tepo_megatron.observability.sinks import COLUMNS, RunLog, read_metrics
+from tepo_megatron.observability.sinks import COLUMNS, RunLog, read_metrics, read_steps
 
 RECORD = {column.key: 0.5 for column in COLUMNS} | {"rollout/kept_groups": 12, "loss/total": -0.25}
 
@@ -28,6 +28,37 @@ def test_records_read_back_as_written(tmp_path: Path) -> None:
     assert second == {
         "step": 2, **RECORD, "loss/kl": None, "tepo/ratio_p99": None, "actor/grad_norm": None,
     }  # fmt: skip
+
+
+def test_evaluations_are_recorded_once_and_survive_a_rewind(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    by_step = {step: {"evaluation/amc/accuracy": step / 8, "evaluation/amc/standard_error": None} for step in (0, 1, 2)}
+
+    def recorded() -> tuple[list[int], list[tuple[int, float]]]:
+        board = events.EventAccumulator(str(tmp_path / "tensorboard"))
+        board.Reload()
+        found = read_steps(tmp_path)
+        assert found.evaluations == [{"step": step, **by_step[step]} for step in (0, 1, 2)[: len(found.evaluations)]]
+        assert not found.faults and not found.rest
+        return [r["step"] for r in found.records], [(e.step, e.value) for e in board.Scalars("evaluation/amc/accuracy")]
+
+    with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=3) as log:
+        log.write_evaluation(0, by_step[0])
+        for step in (1, 2):
+            log.write(step, RECORD)
+            log.write_evaluation(step, by_step[step])
+        assert recorded() == ([1, 2], [(0, 0.0), (1, 0.125), (2, 0.25)])
+        log.rewind(1, keeps_evaluations=True)  # ranks were restarted; what was evaluated is not evaluated again
+        assert recorded() == ([1], [(0, 0.0), (1, 0.125), (2, 0.25)])
+        log.write(2, RECORD)
+        log.write_evaluation(2, by_step[2])
+        assert recorded() == ([1, 2], [(0, 0.0), (1, 0.125), (2, 0.25)])
+    with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=3) as log:
+        log.rewind(1)
+        assert len(read_steps(tmp_path).evaluations) == 2
+        for step in (1, 2):
+            log.write_evaluation(step, by_step[step])
+        assert recorded() == ([1], [(0, 0.0), (1, 0.125), (2, 0.25)])
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:

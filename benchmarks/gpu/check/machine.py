@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import subprocess
 import sys
 
 from benchmarks.results import ROOT
-from tepo_megatron.plan.gpus import GPUS
+from tepo_megatron.utils.gpus import GPUS, card_of
 
 WHEELS = "requirements/gpu-check.txt"
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "yaml")
 MODULES = {"megatron-core": "megatron.core", "antlr4-python3-runtime": "antlr4"}  # of wheels whose module is not their name
 PEER_WHEELS = ("liger-kernel",)  # a missing one is only not measured
-NOT_SXM = {"PCIe", "NVL"}  # boards with other datasheet values than those of the plan's table
 DRIVER_SECONDS = 30.0
 # of an interpreter of its own, because a broken driver may hang or end it: the number of GPUs, and the first one's name
 DRIVER = """
@@ -59,12 +57,6 @@ def driver_gpu() -> tuple[str, str]:
     if done.returncode:
         return "", f"the CUDA driver finds no GPU: {last_line(done.stderr)}"
     return done.stdout.strip(), ""
-
-
-def card_of(device: str) -> str | None:
-    """Return the GPU of the plan's table that a device is; None for a device that is none of them."""
-    words = set(re.findall(r"\w+", device))
-    return None if words & NOT_SXM else next((name for name in GPUS if name in words), None)
 
 
 def unknown_card(device: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu.check.lines import Check, Skip, Status
 from benchmarks.gpu.check.parts import LOOP_LINES
 from benchmarks.results import ROOT
+from tepo_megatron.observability.sinks import read_metrics
 
 MODEL = ROOT / ".cache/demo/seed-0"
 CPU_CURVE = ROOT / "benchmarks/results/gpu/loop_cpu.json"
@@ -52,7 +53,7 @@ def run(check: Check) -> None:
 def _report(check: Check, run_dir: Path, steps: int) -> None:
     """Report accuracy, rewards, seconds and the difference of log-probs."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    records: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records: list[dict[str, Any]] = read_metrics(run_dir)
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     error = sum(x**2 for x in summary["standard_error"].values()) ** 0.5
     gain = (after - before) / error if error else 0.0

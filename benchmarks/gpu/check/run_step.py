@@ -1,12 +1,8 @@
 """Part `step`: a training step of a random Qwen3, with all defaults of platform cuda, next to the prediction of `tepo plan`.
 
 The model FLOPs utilization (MFU) is operations / seconds / rate. The operations of a step are those of old log-probs (one
-forward pass) and of updates (a forward and a backward pass, which counts as two); recomputation does not count. A forward pass:
-
-    sum over sequences of  2 P L  +  2 V h R  +  2 H D L^2 layers
-
-with P parameters of the layers, L tokens and R response tokens of the sequence (only their rows reach the output layer), a
-vocabulary of V, hidden size h, H heads of D channels; causal attention counts the half of all scores.
+forward pass) and of updates (a forward and a backward pass, which counts as two); recomputation does not count.
+`weights/operations.py` counts those of a forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,11 +29,13 @@ from benchmarks.gpu.rows import matmul_rate
 from tepo_megatron.actor.kernels import choose, installed
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
-from tepo_megatron.plan.gpus import GIB, GPUS
+from tepo_megatron.plan.gpus import GIB
 from tepo_megatron.plan.memory import TrainerMemory
 from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.types import TrainBatch
+from tepo_megatron.utils.gpus import GPUS
+from tepo_megatron.weights.operations import forward_operations
 
 TIMED_STEPS = 2
 FORWARD, FORWARD_AND_BACKWARD = 1, 3  # passes, by their operations
@@ -123,7 +121,7 @@ def _report_seconds(check: Check, steps: MeasuredSteps, predictor: Predictor, gp
         why = unknown_card(torch.cuda.get_device_name(0)) if planned is None else f"planned {planned:.3g} s on an {gpu}"
         check.report(f"{check.task}: {phase}", "measured", seconds[phase], "s", why, planned=planned)
     lengths = [(r.token_ids_L.numel(), int(r.response_mask_L.sum())) for r in steps.rollouts]
-    forward = forward_operations(predictor, lengths)
+    forward = forward_operations(predictor.model.arch, lengths) or 0.0
     operations = {OLD: FORWARD * forward, UPDATES: FORWARD_AND_BACKWARD * forward}
     tokens, both = sum(length for length, _ in lengths), sum(seconds.values())
     size = SQUARE[check.platform]
@@ -137,17 +135,6 @@ def _report_seconds(check: Check, steps: MeasuredSteps, predictor: Predictor, gp
     check.report(f"{check.task}: MFU", "measured", 100 * per_second / (peak or rate), "%", why, **more)
     packed = f"{len(lengths)} sequences, {tokens} tokens, the longest {max(lengths)[0]}"
     check.report(f"{check.task}: tokens", "measured", tokens / both, "tokens/s", f"in both phases; {packed}")
-
-
-def forward_operations(predictor: Predictor, lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the operations of a forward pass; see the module."""
-    arch = predictor.model.arch
-    attention = 2 * arch.hidden_size * arch.head_dim * (arch.num_heads + arch.num_query_groups)
-    layer = attention + 3 * arch.hidden_size * arch.ffn_size
-    products = sum(2 * layer * arch.num_layers * length for length, _ in lengths)
-    output = sum(2 * arch.vocab_size * arch.hidden_size * rows for _, rows in lengths)
-    scores = sum(2 * arch.num_heads * arch.head_dim * length**2 * arch.num_layers for length, _ in lengths)
-    return products + output + scores
 
 
 def _report_memory(check: Check, predictor: Predictor) -> None:

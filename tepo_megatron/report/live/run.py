@@ -15,8 +15,8 @@ from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
 from tepo_megatron.report.curves import BUCKETS, Curves
 from tepo_megatron.report.figures import NOTHING, table
-from tepo_megatron.report.panels import sections
-from tepo_megatron.report.run import RunRecord, Summary, facts, read_summary
+from tepo_megatron.report.panels import sections, time_shares
+from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.records import parse_lines, steps_of
 from tepo_megatron.utils.run_lock import is_gone
@@ -40,7 +40,11 @@ class LiveRun:
         self._cfg: Config | None = None
         self._summary: Summary | None = None
         self._notes: list[str] = []
+<<<<<<< HEAD
         self._gone = False
+=======
+        self._evaluations: Evaluations = {}
+>>>>>>> 812ae84745a264635832fa9d1ba5cc3ec3b22791
 
     def refresh(self) -> None:
         """Read what the run has written since the last call."""
@@ -56,7 +60,7 @@ class LiveRun:
         data = path.read_bytes() if path.exists() else b""
         steps = steps_of(parse_lines(data[: data.rfind(b"\n") + 1]))  # a line without its end is still being written
         self.curves = Curves.of(steps.records)
-        self._thinned = self.curves.thinned()
+        self._thinned, self._evaluations = self.curves.thinned(), evaluations_of(steps.evaluations)
         self._notes += [f"{METRICS_FILE}: {fault}." for fault in steps.faults]
         try:
             self._cfg = load_config(self.folder / "config.yaml")
@@ -73,7 +77,7 @@ class LiveRun:
         """Return the run as the report's panels read it; None while it has no config or no step."""
         if self._cfg is None or not len(curves.steps):
             return None
-        return RunRecord(self.folder, self._cfg, curves, self._summary, tuple(self._notes))
+        return RunRecord(self.folder, self._cfg, curves, self._summary, tuple(self._notes), self._evaluations)
 
     @property
     def thinned(self) -> RunRecord | None:
@@ -99,7 +103,7 @@ class LiveRun:
             "name": self.name,
             "folder": str(self.folder),
             "color": css_color(color(self._place)),
-            "facts": [] if whole is None else facts(whole),
+            "facts": [] if whole is None else [*facts(whole), *filter(None, [time_shares(whole)])],
             "notes": notes,
             "state": self._state(),
             "sections": shown,

@@ -76,8 +76,8 @@ EXHIBITS = (
         ),
         cost="Metrics and reports show the course that the run did not take.",
         symbol="steps_of",
-        old="        by_step[step] = line",
-        new="        by_step.setdefault(step, line)",
+        old="        kind[step] = line",
+        new="        kind.setdefault(step, line)",
         tests=("tests/unit/test_damaged_records.py::test_of_two_records_of_a_step_the_later_attempts_stays",),
     ),
     Exhibit(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from tepo_megatron import cli
 from tepo_megatron.config import Config
+from tepo_megatron.data import load_tokenizer
 from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.command import EvaluationRequest, hf_model, run, settings
@@ -19,7 +23,10 @@ from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_service import ScriptedEngine
+from tests.report_runs import write_run
 from tests.tiny import change_tensors, tiny_qwen3
 from tests.worlds import run_world
 
@@ -96,6 +103,60 @@ def test_all_seven_from_rows_to_tables(
 
     with pytest.raises(ConfigError, match=r"holds an evaluation already; give another --out, .* --resume true"):
         run(request(model, tmp_path / "a"), lines.append, engines)
+
+
+def test_files_are_asked_as_they_are_and_graded_by_the_runs_reward(
+    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f" {n}+1?\n", "answer": str(n + 1)} for n in range(8)]
+    file, folder = tmp_path / "sums.jsonl", tmp_path / "run"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.mkdir()
+    terms = [{"type": "math"}, {"type": "length", "min_tokens": 1, "max_tokens": 1, "weight": 2.0}]
+    evaluation = {"every": 2, "benchmarks": ["amc"], "samples": 2}
+    rollout = {"max_response_tokens": 24, "top_k": 5}
+    data = {"train": "t.jsonl", "max_prompt_tokens": 32}
+    write_run(folder, [], data=data, reward={"terms": terms, "workers": 1}, evaluation=evaluation, rollout=rollout, resume=True)
+    shutil.copytree(model, folder / "hf")
+    asked: list[Prompt] = []
+
+    def recorded(cfg: Config, launch: LaunchSpec, log_path: Path) -> ScriptedEngine:
+        engine = engines(cfg, launch, log_path)
+        sample = engine.generate
+
+        def generate(prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+            asked.extend(prompts)
+            assert (sampling.samples, sampling.max_tokens, sampling.top_k) == (2, 24, 5)
+            assert seed == derive_seed(cfg.seed, "evaluation")  # as data.eval during the run
+            return sample(prompts, sampling, seed)
+
+        engine.generate = generate  # type: ignore[method-assign]
+        return engine
+
+    def evaluated(out: str, *words: str, against: Path | None = None, data: str = str(file)) -> Path:
+        return run(EvaluationRequest(folder, None, words, tmp_path / out, against, "auto", [data]), print, recorded)
+
+    first = evaluated("first")
+    tokenizer = load_tokenizer(str(model), tmp_path)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in asked] == [row["prompt"] for row in rows]
+    samples = read_samples(first / "sums.jsonl")
+    assert [s.gold for s in samples[::2]] == [row["answer"] for row in rows]
+    assert [s.reward for s in samples] == [pytest.approx(s.score + 2 / s.tokens) for s in samples]
+    (recorded_result,) = (each["result"] for each in read_record(first)["benchmarks"].values())
+    rewards = [(a.reward + b.reward) / 2 for a, b in zip(samples[::2], samples[1::2], strict=True)]
+    assert recorded_result["reward"] == pytest.approx(statistics.fmean(rewards))
+    assert recorded_result["reward_error"] == pytest.approx(statistics.stdev(rewards) / math.sqrt(8))
+
+    other = ["--reward.terms", "[{type: answer_line}]"]
+    evaluated("second", *other, against=first)
+    printed = capsys.readouterr().out
+    assert "sums: the two runs also differ in grader." in printed and "to the paper" not in printed
+    with pytest.raises(DataError, match=r"sums: grader was .* and is .*; resume with what it was"):
+        evaluated("first", *other, "--resume", "true")
+    with pytest.raises(ConfigError, match=r"amc\.jsonl: the name 'amc' is a benchmark's or another file's; rename the file"):
+        evaluated("third", data="tests/problems/amc.jsonl")
+    with pytest.raises(ConfigError, match="--data takes the place of the benchmarks"):
+        evaluated("third", "--evaluation.benchmarks", "[amc]")
 
 
 @pytest.mark.full

@@ -102,6 +102,8 @@ def test_without_any_spread_the_interval_is_wilsons_and_no_point() -> None:
     assert share([1.0] * 30, 1).interval == pytest.approx((29 / (29 + square), 1.0))
     low, high = share([0.5] * 30, 32).interval  # the problems agree: as good as 960 answers
     assert high - low == pytest.approx(2 * student_95(29) * 0.5 / math.sqrt(960 + square), rel=1e-6)
+    assert share([2.0, 4.0], 1).interval == pytest.approx((3 - student_95(1), 3 + student_95(1)))  # scores beyond [0, 1]
+    assert difference([3.0, 3.0], [0.0, 1.0]).interval == pytest.approx((2.5 - student_95(1) / 2, 2.5 + student_95(1) / 2))
     assert share([0.5], 32) == share([0.5], 1) and share([0.5], 1).interval is None
 
 

@@ -83,7 +83,7 @@ def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path:
     write_run(first.folder, measured(3))
     first.refresh()
     plain = first.plain()
-    assert plain["facts"][-1].startswith("step 3 of") and len(plain["sections"]) == 4 and not plain["state"]["ended"]
+    assert plain["facts"][-2].startswith("step 3 of") and len(plain["sections"]) == 4 and not plain["state"]["ended"]
     assert compared([first, second])["charts"] == [], "the second one has no step yet"
     server = {"server/0/up": 1.0, "server/0/queue": 12.0, "server/0/tokens_per_second": 1234.5, "server/0/restarts": 0.0}
     write_run(second.folder, [row | server | {"server/1/up": 0.0} for row in measured(3000)])

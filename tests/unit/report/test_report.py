@@ -10,7 +10,8 @@ import pytest
 from tepo_megatron.errors import DataError
 from tepo_megatron.report import read_run, write_report
 from tepo_megatron.report.chart import Chart
-from tepo_megatron.report.panels import sections
+from tepo_megatron.report.live.run import LiveRun
+from tepo_megatron.report.panels import learning, sections
 from tepo_megatron.report.picture import write_picture
 from tests.marks import full_but
 from tests.report_runs import SUMMARY, measured, records, write_run
@@ -67,9 +68,24 @@ def test_the_diagnostics_are_drawn_as_recorded(tmp_path: Path) -> None:
         ("trained on", "rollout/kept_groups"),
     ):
         assert found[label] == [row[key] for row in rows], label
-    evaluations = charts(tmp_path)["Reward and accuracy"].axes[0].series[-1]
+    evaluations = charts(tmp_path)["Reward and accuracy"].axes[1].series[0]
     assert evaluations.x.tolist() == [0, 4]
     assert [round(float(x), 4) for row in evaluations.rows for x in row] == [0.19, 0.81, 0.17, 0.79, 0.21, 0.83]
+    of_rollouts, _ = charts(tmp_path)["Reward and accuracy"].axes
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for step in (0, 5):
+            keys = {"held_out/accuracy": 0.1 * step, "held_out/standard_error": 0.1, "aime24/accuracy": 0.2}
+            file.write(json.dumps({"step": step} | {f"evaluation/{key}": value for key, value in keys.items()}) + "\n")
+    live = LiveRun(tmp_path, 0)
+    live.refresh()
+    for chart in (charts(tmp_path)["Reward and accuracy"], learning(live.thinned)):
+        bars, curve, _, other = chart.axes[1].series
+        assert [row.tolist() for row in (bars.x, *bars.rows)] == [[0, 5], [0, 0.5], [-0.1, 0.4], [0.1, 0.6]]
+        assert curve.label == "evaluation: held out" and other.rows[0].tolist() == [0.2, 0.2]
+        assert chart.axes[0].series[0].x.tolist() == of_rollouts.series[0].x.tolist() == [1, 2, 3, 4, 5]
+    (tmp_path / "summary.json").unlink()
+    write_run(tmp_path, rows)
+    assert len(charts(tmp_path)["Reward and accuracy"].axes) == 1, "a run without evaluations has no such axis"
 
 
 @pytest.mark.slow

@@ -128,7 +128,8 @@ def test_the_seconds_of_a_step_add_up(tmp_path: Path, ahead: bool) -> None:
         "wait": 0.2 if ahead else 3.5,
         "rollout": 3.0,
         "grading_wait": 0.5,
-        "old_stats": 0.25,
+        "old_stats": 0.15,
+        "reference": 0.1,
         "update": 1.0,
         "sync": 0.125,
     }
@@ -140,6 +141,8 @@ def test_the_seconds_of_a_step_add_up(tmp_path: Path, ahead: bool) -> None:
     stacked = {s.label: s.rows[1] - s.rows[0] for s in axis.series if s.kind == "bar"}
     assert sum(stacked.values()) == pytest.approx([total] * 3)
     assert ("rollout" in stacked, "wait" in stacked) == (not ahead, ahead)
+    shares = panels.time_shares(read_run(tmp_path))
+    assert all(share in shares for share in (("wait 11%", "reference 6%") if ahead else ("rollout 60%", "reference 2%")))
     assert [(s.label, list(s.rows[0])) for s in axis.series if s.kind == "line"] == [("rollout", [3.0] * 3)][:ahead]
     assert stacked["other"][0] == pytest.approx(0.175 if ahead else 0.125)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RolloutConfig
+from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.observability.timing import Clock
@@ -107,6 +108,22 @@ def test_groups_all_right_or_all_wrong_are_dropped() -> None:
     assert means["rollout/kept_groups"] == 2 and means["rollout/sampled_groups"] == 6
     assert means["rollout/response_tokens_mean"] == 2
     assert len(engine.calls) == 1
+
+
+def test_each_of_several_terms_has_its_mean_in_the_steps_record() -> None:
+    class TwoTerms(LastTokenReward):
+        def submit(self, group: Sequence[Rollout]) -> Future[list[Rollout]]:
+            graded = Future[list[Rollout]]()
+            rollouts = super().submit(group).result()
+            graded.set_result([replace(r, terms=((1.0, r.score), (0.5, 3.0))) for r in rollouts])
+            return graded
+
+    for reward, terms in ((TwoTerms(), {"reward/terms/0": 0.5, "reward/terms/1": 3.0}), (LastTokenReward(), {})):
+        collect, _ = collector(refills=0)
+        collect.reward = reward  # type: ignore[assignment]
+        log = StepLog()
+        log.receive(0, collect.collect(1, Clock())[1])
+        assert {key: value for key, value in log.record(Clock()).items() if key.startswith("reward/terms/")} == terms
 
 
 def test_refills_replace_dropped_groups_up_to_the_limit() -> None:
