@@ -20,6 +20,7 @@ MIRROR_PYTHON ?= $(firstword $(shell command -v python3.12) $(wildcard $(HOME)/.
 TE     := $(PINS)/transformer_engine_python
 SITE   := build/docs
 PEERS  := .cache/peers
+AGENTS := .cache/agents-sdk
 GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
 WORKERS ?= 2
@@ -45,7 +46,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(FIRST_PYTHON))
 
-.PHONY: demo demo-plan smollm distill sglang launch openenv ablation ablation-off-policy bench race docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
+.PHONY: demo demo-plan smollm distill sglang launch openenv agents-sdk ablation ablation-off-policy bench race docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -106,6 +107,9 @@ launch: $(LAUNCH)/.ready
 # OpenEnv's server has its own environment, for one long test (docs/agents.md).
 openenv: $(OPENENV)/.ready
 
+# The openai-agents SDK has a folder of its own, for one long test.
+agents-sdk: $(AGENTS)/.ready
+
 # Warnings are errors: a missing link, anchor or page fails the build.
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
@@ -143,7 +147,7 @@ test-servers: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.running $(call streams,servers)
 
 # Run the long tests in the same streams, servers among the runs. ARGS: --rotate 6 runs a sixth of them, others at each commit.
-test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(OPENENV)/.ready
+test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(OPENENV)/.ready $(AGENTS)/.ready
 	$(BIN)/python -m tests.running $(call streams,full-runs full-parts) --then full-alone '$(full-alone)'
 
 # Whole runs whose clock is X times as fast as their processors: everything takes X times as long as limits know. Needs:
@@ -263,6 +267,11 @@ $(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
 	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --quiet --compile-bytecode -r requirements/gpu-mirror.txt; \
 	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --no-deps --quiet --compile-bytecode -r requirements/gpu-check.txt; \
 	echo "$$sum" > $@
+
+$(AGENTS)/.ready: requirements/agents-sdk.txt | $(READY)
+	rm -rf $(AGENTS)
+	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --target $(AGENTS) -r $<
+	touch $@
 
 $(PEERS)/.ready: requirements/bench.txt
 	@sum=$$(sha256sum < $<); \
