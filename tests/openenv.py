@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from tepo_megatron.utils.loop import LoopThread
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / ".venv-openenv" / "bin" / "python"
 FRAMES = ROOT / "tests" / "data" / "openenv_frames.json"
 # episode -> messages of a client; the answer of a problem names its episode
 EPISODES: dict[str, list[dict[str, Any]]] = {
@@ -40,16 +40,24 @@ FULL = "full"  # an episode for which the server has no place
 @contextmanager
 def real_server(environments: int = 64) -> Iterator[str]:
     """Start the server of examples/openenv, and yield its address."""
-    if not PYTHON.exists():
-        pytest.skip("OpenEnv is not installed: make openenv")
+    with serving("openenv", "examples/openenv/server.py", "--environments", str(environments)) as address:
+        yield address
+
+
+@contextmanager
+def serving(name: str, *words: str) -> Iterator[str]:
+    """Start a server in the environment that `make NAME` makes, with a free port, and yield its address."""
+    folder = ROOT / f".venv-{name}" / "bin"
+    if not folder.exists():
+        pytest.skip(f"{name} is not installed: make {name}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [PYTHON, "examples/openenv/server.py", "--port", str(port), "--environments", str(environments)]
-    process = subprocess.Popen(list(map(str, words)), cwd=ROOT)
+    path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    process = subprocess.Popen([str(folder / "python"), *words, "--port", str(port)], cwd=ROOT, env={**os.environ, **path})
 
     def listens() -> bool:
-        assert process.poll() is None, "the server of OpenEnv ended"
+        assert process.poll() is None, f"the server of {name} ended"
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
