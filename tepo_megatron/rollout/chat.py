@@ -208,6 +208,8 @@ class ChatFormat:
         messages = [*prompt, {"role": "assistant", "content": mark}, {"role": "user", "content": text}]
         self._require_shown(messages, (), len(prompt))
         tokens = self._tokens(self._render(messages, (), True).rpartition(mark)[2])
+        if last_id in self._tokenizer.all_special_ids and last_id in tokens:  # what closes the model's turn ends with it
+            return tokens[tokens.index(last_id) + 1 :]
         return tokens[1:] if tokens[:1] == [last_id] else tokens
 
     def reply(self, ids: Sequence[int], tools: Sequence[Any], before: int = 0) -> Message:

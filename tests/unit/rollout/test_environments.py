@@ -42,6 +42,7 @@ ALTERNATING = (  # in the manner of Mistral's, which ends only turns of the mode
     "[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
 )
 OTHER_END = CHATML.replace("<|im_end|>", "<|end|>")  # in the manner of Gemma's: no turn ends with the end of a text
+TWO_ENDS = CHATML.replace("<|im_end|>", "{% if m.role == 'assistant' %}<|end|>{% endif %}<|im_end|>")  # as Cohere's
 THINKING = CHATML.replace(
     "assistant\n{% endif %}", "assistant\n{% if enable_thinking is defined %}<think></think>{% endif %}{% endif %}"
 )
@@ -105,6 +106,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # -> the texts that the 
         {"prompt": [USER], "template": OTHER_END, "end": "<|end|>"},
         [f"<|im_start|>user\nhi<|end|>\n{OPEN}", f"\n<|im_start|>user\nsaw ab<|im_end|><|end|>\n{OPEN}"],
     ),
+    "a template that ends the model's turns with two tokens": (
+        {"prompt": [USER], "template": TWO_ENDS, "end": "<|end|><|im_end|>"},
+        [f"<|im_start|>user\nhi<|im_end|>\n{OPEN}", TURN],
+    ),
     "arguments of the template": (
         {"prompt": [USER], "template": THINKING, "template_kwargs": {"enable_thinking": False}},
         [f"<|im_start|>user\nhi<|im_end|>\n{OPEN}<think></think>", f"{TURN}<think></think>"],
@@ -119,7 +124,7 @@ def test_observations_are_turns_of_the_user_for_a_chat_and_text_for_a_string(tmp
     arguments, context = CASES[case]
     arguments = dict(arguments)
     end = arguments.pop("end", "<|im_end|>")
-    turns = [[*SPLIT, 0 if end == "<|end|>" else 2], "end" + end]
+    turns = [[*SPLIT, *TOKENIZER(end, add_special_tokens=False).input_ids], "end" + end]
     rollout, chat = played(tmp_path, turns, **arguments)
     assert not rollout.failure and rollout.reward == 1.0
     assert pieces(rollout) == [context[0], "ab" + end, context[1], "end" + end]
