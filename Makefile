@@ -13,12 +13,15 @@ MODEL  ?= qwen3
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 DOCS   := .venv-docs
+OPENENV := .venv-openenv
+VERIFIERS := .venv-verifiers
 PINS   := .venv-pins
 MIRROR ?= .cache/gpu-mirror
 MIRROR_PYTHON ?= $(firstword $(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
 TE     := $(PINS)/transformer_engine_python
 SITE   := build/docs
 PEERS  := .cache/peers
+AGENTS := .cache/agents-sdk
 GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
 WORKERS ?= 2
@@ -44,7 +47,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(FIRST_PYTHON))
 
-.PHONY: demo demo-plan smollm distill sglang launch ablation ablation-off-policy bench race docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
+.PHONY: demo demo-plan smollm distill sglang launch openenv verifiers agents-sdk ablation ablation-off-policy bench race docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -102,6 +105,15 @@ sglang: $(SGLANG)/.ready
 # The launcher has its own environment; training needs none of NeMo-Run's dependencies (docs/launch.md).
 launch: $(LAUNCH)/.ready
 
+# OpenEnv's server has its own environment, for one long test (docs/agents.md).
+openenv: $(OPENENV)/.ready
+
+# Verifiers has its own environment, for one long test (docs/agents.md).
+verifiers: $(VERIFIERS)/.ready
+
+# The openai-agents SDK has a folder of its own, for one long test.
+agents-sdk: $(AGENTS)/.ready
+
 # Warnings are errors: a missing link, anchor or page fails the build.
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
@@ -139,7 +151,7 @@ test-servers: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.running $(call streams,servers)
 
 # Run the long tests in the same streams, servers among the runs. ARGS: --rotate 6 runs a sixth of them, others at each commit.
-test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
+test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(AGENTS)/.ready
 	$(BIN)/python -m tests.running $(call streams,full-runs full-parts) --then full-alone '$(full-alone)'
 
 # Whole runs whose clock is X times as fast as their processors: everything takes X times as long as limits know. Needs:
@@ -220,6 +232,9 @@ $(SGLANG)/.ready: requirements/sglang-cpu.txt
 $(LAUNCH)/.ready: requirements/launch.txt
 	@PYTHON="$(PYTHON)" requirements/venv.sh $(LAUNCH) $<
 
+$(OPENENV)/.ready: requirements/openenv.txt
+	@PYTHON="$(PYTHON)" requirements/venv.sh $(OPENENV) $<
+
 $(DOCS)/.ready: requirements/docs.txt
 	@PYTHON="$(PYTHON)" requirements/venv.sh $(DOCS) $<
 
@@ -257,6 +272,14 @@ $(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
 	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --no-deps --quiet --compile-bytecode -r requirements/gpu-check.txt; \
 	echo "$$sum" > $@
 
+$(VERIFIERS)/.ready: requirements/verifiers.txt
+	@PYTHON="$(PYTHON)" requirements/venv.sh $(VERIFIERS) $<
+
+$(AGENTS)/.ready: requirements/agents-sdk.txt | $(READY)
+	rm -rf $(AGENTS)
+	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --target $(AGENTS) -r $<
+	touch $@
+
 $(PEERS)/.ready: requirements/bench.txt
 	@sum=$$(sha256sum < $<); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -278,6 +301,10 @@ pins:
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/docs.in -o requirements/docs.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --universal --python-version 3.11 --no-header --no-annotate \
+	  requirements/openenv.in -o requirements/openenv.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --universal --python-version 3.11 --no-header --no-annotate \
+	  requirements/verifiers.in -o requirements/verifiers.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
 	    --no-annotate --no-emit-package tepo-megatron --constraint requirements/gpu-constraints.txt --extra $$engine --extra te --extra datasets \
@@ -287,4 +314,4 @@ pins:
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) $(OPENENV) $(VERIFIERS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

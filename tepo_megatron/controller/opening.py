@@ -80,7 +80,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
                 decode,
                 rollout.on_weight_update == "continue",
                 limits=rollout.limits,
-                chat=ChatFormat(tokenizer, encode, decode),
+                chat=ChatFormat(tokenizer, encode, decode, cfg.data.template_kwargs),
             )
         )
         engine.start()

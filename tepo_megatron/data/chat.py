@@ -36,7 +36,7 @@ class Encoder:
 
         Raises ConfigError if `system_prompt` or `template_kwargs` is set and a prompt is a string without `data.as_chat`.
         """
-        laid_out = [self._laid_out(prompt) for prompt in prompts]
+        laid_out = [self.laid_out(prompt) for prompt in prompts]
         results: list[tuple[int, ...] | DataError] = [DataError("the tokenizer was not asked")] * len(prompts)
         for chats in (False, True):
             places = [i for i, prompt in enumerate(laid_out) if isinstance(prompt, list) is chats]
@@ -44,7 +44,7 @@ class Encoder:
                 results[place] = result
         return results
 
-    def _laid_out(self, prompt: str | Messages) -> str | Messages:
+    def laid_out(self, prompt: str | Messages) -> str | Messages:
         """Return the prompt with the instruction appended and the system prompt inserted; a chat unless it stays a string."""
         cfg = self._cfg
         ending = f"\n\n{cfg.instruction}" if cfg.instruction else ""

@@ -273,7 +273,8 @@ def _tokenized(
                 shortest = min(shortest or len(tokens), len(tokens))
             else:
                 fits = True
-                yield Prompt(first_id + item.place, tokens, item.answer, item.meta)
+                chat = encoder.laid_out(item.prompt)
+                yield Prompt(first_id + item.place, tokens, item.answer, item.meta, () if isinstance(chat, str) else chat)
     if not fits and shortest is not None:
         raise DataError(
             f"{report.source}: no prompt left: all {report.too_long} prompts exceed data.max_prompt_tokens="

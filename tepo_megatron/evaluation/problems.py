@@ -183,15 +183,15 @@ def _prompt(
     if not isinstance(problem, str) or not problem.strip():
         raise DataError(f"{where}: field {entry.problem!r} holds no text of a problem; fill it in or remove the row")
     text = entry.prompt.replace(PLACE, problem.strip())
-    chat = tokenizer.chat_template is not None
-    (token_ids,) = Encoder(tokenizer, _PLAIN).encode([[{"role": "user", "content": text}] if chat else text])
+    chat = [{"role": "user", "content": text}] if tokenizer.chat_template is not None else []
+    (token_ids,) = Encoder(tokenizer, _PLAIN).encode([chat or text])
     if isinstance(token_ids, DataError):
         raise DataError(f"{where}: {entry.problem!r} {token_ids}")
     if len(token_ids) > max_prompt_tokens:
         raise DataError(
             f"{where}: the prompt has {len(token_ids)} tokens, above data.max_prompt_tokens={max_prompt_tokens}; raise that"
         )
-    return Prompt(number, token_ids, _gold(row[entry.answer], entry.answer, where))
+    return Prompt(number, token_ids, _gold(row[entry.answer], entry.answer, where), messages=chat)
 
 
 def _gold(value: Any, key: str, where: str) -> str:

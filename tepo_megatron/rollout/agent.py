@@ -196,6 +196,7 @@ class AgentSample:
         leaves_out = stopped_by is not None and not request.keeps_stop
         written = turn.token_ids[:-1] if leaves_out else turn.token_ids
         message = self._chat.reply(written, request.tools, before)
+        self.out_of_tokens |= request.ends_when_cut and turn.stop_reason == "length"
         self.counts["turns"] += 1
         self.counts["drift"] += self._chat.drifts(turn.token_ids)
         self._tool_calls += len(message.get("tool_calls", ()))

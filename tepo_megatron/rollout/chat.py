@@ -160,9 +160,10 @@ class ChatFormat:
         tokenizer: "PreTrainedTokenizerBase",
         encode: Callable[[str], Sequence[int]],
         decode: Callable[[Sequence[int]], str],
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self.encode, self.decode = tokenizer, encode, decode
-        self._renderer = ChatRenderer(tokenizer)
+        self._renderer = ChatRenderer(tokenizer, template_kwargs)
         self._end = str(tokenizer.eos_token or "")
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template is not None else ""
         self._form = form_of(template)
@@ -197,6 +198,19 @@ class ChatFormat:
         opening = "" if last_id == self._tokenizer.eos_token_id else self._end
         kept = before[: before.rindex(self._end)]
         return self._tokens(opening + parts[ends]), not whole.startswith(kept)
+
+    def user_turn(self, prompt: Sequence[Message], text: str, last_id: int) -> list[int]:
+        """Return the tokens between the model's turn, whose last token is `last_id`, and its next one: a user's turn.
+
+        Raises ValueError if the template leaves out the turn or that of the model.
+        """
+        mark = f"mark{secrets.token_hex(8)}"
+        messages = [*prompt, {"role": "assistant", "content": mark}, {"role": "user", "content": text}]
+        self._require_shown(messages, (), len(prompt))
+        tokens = self._tokens(self._render(messages, (), True).rpartition(mark)[2])
+        if last_id in self._tokenizer.all_special_ids and last_id in tokens:  # what closes the model's turn ends with it
+            return tokens[tokens.index(last_id) + 1 :]
+        return tokens[1:] if tokens[:1] == [last_id] else tokens
 
     def reply(self, ids: Sequence[int], tools: Sequence[Any], before: int = 0) -> Message:
         """Return the assistant's message of a turn. Tool calls are read if the request has tools."""

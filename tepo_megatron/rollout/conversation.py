@@ -19,6 +19,7 @@ import torch
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.partial import continued
+from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit
 from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
@@ -64,8 +65,9 @@ class Conversation:
         decode: Decode,
         mixed: bool = False,
         limits: LimitsConfig | None = None,
+        chat: ChatFormat | None = None,
     ) -> None:
-        self.prompt, self.exceeded = prompt, ""
+        self.prompt, self.exceeded, self._chat = prompt, "", chat
         self._limits, self._appended = limits or LimitsConfig(), 0
         self.failure: TepoError | None = None
         self.encode, self.decode = encode, decode
@@ -163,6 +165,35 @@ class Conversation:
         if len(ids) >= self.tokens_left:
             self._spent(f"{len(ids)} more tokens leave none of the {self.tokens_left} to the model")
         self._add(ids, False, [0.0] * len(ids))
+
+    def append_user(self, text: str) -> None:
+        """Add a user's turn and open the model's next one, as the chat template writes them; special tokens in it are text.
+
+        Where the prompt is a string, the text is appended as it is. Directly after a chat, it joins the last message if that is
+        the user's: many templates refuse two of them in a row. Raises ValueError if the template leaves out the turn.
+        """
+        if self._chat is None or not self.prompt.messages:
+            self.append(text)
+        elif len(self._token_ids) > len(self.prompt.token_ids):
+            self.append(self._chat.user_turn(self.prompt.messages, text, self._token_ids[-1]))
+        else:
+            self._extend_prompt(self._chat, text)
+
+    def _extend_prompt(self, chat: ChatFormat, text: str) -> None:
+        self._require_free()
+        *earlier, last = self.prompt.messages
+        if last["role"] == "user":
+            messages = [*earlier, {**last, "content": f"{last['content']}\n\n{text}"}]
+        else:
+            messages = [*earlier, last, {"role": "user", "content": text}]
+        token_ids = tuple(chat.start(messages, ()))
+        left = self.tokens_left + len(self.prompt.token_ids) - len(token_ids)
+        if left < 1:
+            self._spent(f"a prompt of {len(token_ids)} tokens leaves none to the model")
+        self.prompt = replace(self.prompt, token_ids=token_ids, messages=messages)
+        self._sampling = replace(self._sampling, max_tokens=left)
+        self._token_ids, self._mask, self._logprobs = [], [], []
+        self._add(token_ids, False, [0.0] * len(token_ids))
 
     def finish(self) -> Rollout:
         """Return the sample, to which nothing can be added afterwards.

@@ -88,7 +88,13 @@ class CustomRollouts:
         self._sampler, self._function, self._mixed = sampler, function, mixed
         self._limits = limits or LimitsConfig()
         self._begin = partial(
-            Conversation, sample_turn=self._sample_turn, encode=encode, decode=decode, mixed=mixed, limits=self._limits
+            Conversation,
+            sample_turn=self._sample_turn,
+            encode=encode,
+            decode=decode,
+            mixed=mixed,
+            limits=self._limits,
+            chat=chat,
         )
         self._chat = chat if is_agent(function.value) else None
         self.gateway: Gateway | None = None

@@ -3,8 +3,11 @@
 class Guess:
     async def reset(self, prompt: Prompt) -> str: ...           # text after the prompt; may be empty
     async def step(self, action: str) -> EnvironmentStep: ...        # what the model wrote -> what it reads next
+    async def close(self) -> None: ...                          # optional
 
 game = play(Guess)                                              # rollout.function: path/to/file.py:game
+
+Where the prompts of the data are chats, observations are turns of the user; where they are strings, text that follows.
 """
 
 from collections.abc import Awaitable, Callable
@@ -25,7 +28,11 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One episode. A new object is made for each sample."""
+    """One episode. A new object is made for each sample.
+
+    It may also have `async def close(self) -> None`, which ends the episode, also after an error or a cancellation; after a
+    cancellation it has a second.
+    """
 
     async def reset(self, prompt: Prompt) -> str:
         """Begin the episode of a prompt, and return the text that the model reads after the prompt."""
@@ -45,16 +52,19 @@ def play(make: Callable[[], Environment], stop: str | None = None) -> Callable[[
         stops = () if stop is None else tuple(conversation.encode(stop))[:1]
         try:
             if first := await environment.reset(conversation.prompt):
-                conversation.append(first)
+                conversation.append_user(first)
             while True:
                 turn = await conversation.generate(stop_token_ids=stops)
                 result = await environment.step(turn.text)
                 reward += result.reward
                 if result.done:
                     return reward
-                if result.observation:
-                    conversation.append(result.observation)
+                if result.observation or conversation.prompt.messages:  # in a chat an empty turn of the user follows, too
+                    conversation.append_user(result.observation)
         except OutOfTokens:
             return reward  # the episode was cut off; what it has earned counts
+        finally:
+            if (close := getattr(environment, "close", None)) is not None:
+                await close()
 
     return play_episode

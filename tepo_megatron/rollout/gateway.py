@@ -1,6 +1,7 @@
 """An OpenAI-compatible HTTP endpoint on the loopback interface, with one address and one secret key for each sample.
 
     POST {base_url}/chat/completions    messages, tools, stop, max_tokens, stream; the run's own sampling parameters apply
+    POST {base_url}/responses           the same for the Responses API, without a memory of earlier ones (`responses.py`)
     GET  {base_url}/models              one model, "policy"
 
 A streamed answer is sent when the turn is complete: tool calls are read from its whole text. A request whose client has gone
@@ -12,20 +13,22 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
+from tepo_megatron.rollout import responses
 from tepo_megatron.rollout.agent import AgentSample, AgentTask, ChatReply
-from tepo_megatron.rollout.chat_request import MODEL, RefusedRequest, read_request
+from tepo_megatron.rollout.chat_request import MODEL, ChatRequest, RefusedRequest, read_request
 from tepo_megatron.rollout.conversation import Decode
+from tepo_megatron.types import SamplingParams
 
 MOST_BYTES = 8 << 20  # of a request
 _SHUTDOWN_SECONDS = 1.0  # limit since the end of the run: its samples are cancelled; then their connections are closed
 _BACKLOG = 4096  # all samples of a step connect at once; what exceeds the default of 128 is sent again by TCP, seconds later
-_ROUTES = "POST chat/completions and GET models"
+_ROUTES = "POST chat/completions, POST responses and GET models"
 
 
 class Gateway:
@@ -41,6 +44,7 @@ class Gateway:
         """Listen on a free port of the loopback interface."""
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/samples/{sample}/v1/chat/completions", self._complete)
+        app.router.add_post("/samples/{sample}/v1/responses", self._respond)
         app.router.add_get("/samples/{sample}/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", _not_offered)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, handler_cancellation=True)
@@ -79,10 +83,22 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, read_request, lambda _, reply: _completion(reply), _chunks)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, responses.read_request, responses.response, responses.events)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        read: Callable[[Any, SamplingParams], ChatRequest],
+        whole: Callable[[ChatRequest, ChatReply], dict[str, Any]],
+        parts: Callable[[ChatRequest, ChatReply], list[str]],
+    ) -> web.StreamResponse:
         if (sample := self._sample_of(request)) is None:
             return _error(401, "invalid_api_key", "wrong key, or the sample has ended")
         try:
-            chat = read_request(json.loads(await request.read()), sample.sampling)
+            chat = read(json.loads(await request.read()), sample.sampling)
             reply = await sample.complete(chat)
         except RefusedRequest as e:
             return _error(400, e.code, str(e))
@@ -92,7 +108,7 @@ class Gateway:
             return _error(400, "invalid_request", str(e)[:500])
         except Exception as e:  # a chat template may raise anything
             return _error(400, "chat_template", f"{type(e).__name__}: {e}"[:500])
-        return await _stream(request, reply, chat.with_usage) if chat.stream else web.json_response(_completion(reply))
+        return await _stream(request, parts(chat, reply)) if chat.stream else web.json_response(whole(chat, reply))
 
 
 async def _not_offered(request: web.Request) -> web.StreamResponse:
@@ -105,20 +121,23 @@ def _completion(reply: ChatReply) -> dict[str, Any]:
     return {**_head("chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-async def _stream(request: web.Request, reply: ChatReply, with_usage: bool) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+def _chunks(chat: ChatRequest, reply: ChatReply) -> list[str]:
     head = _head("chat.completion.chunk")
     calls = [{"index": i, **call} for i, call in enumerate(reply.message.get("tool_calls", ()))]
     deltas: list[tuple[dict[str, Any], dict[str, Any]]] = [({"role": "assistant", "content": reply.message["content"]}, {})]
     deltas += [({"tool_calls": [call]}, {}) for call in calls] + [({}, _end_of(reply))]
     chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **end}]} for delta, end in deltas]
-    if with_usage:
+    if chat.with_usage:
         chunks.append({**head, "choices": [], "usage": _usage(reply)})
+    return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
+
+
+async def _stream(request: web.Request, parts: Sequence[str]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         await response.prepare(request)
-        for chunk in chunks:
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        for part in parts:
+            await response.write(part.encode())
     except (ConnectionError, asyncio.CancelledError):
         pass  # the client has cut the stream; the turn stays part of the sample
     return response

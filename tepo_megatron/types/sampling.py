@@ -124,6 +124,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     meta: Mapping[str, Any] = field(default_factory=dict)  # the other columns of the dataset row
+    messages: Sequence[dict[str, Any]] = ()  # the chat that the tokens render; empty for a string
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,10 @@ def test_a_chat_keeps_its_own_system_prompt(tmp_path: Path, tokenizer: PreTraine
     ]
     loaded = load(write(tmp_path / "d.jsonl", *rows), tokenizer, system_prompt="S")
     assert [text(tokenizer, p.token_ids) for p in loaded.prompts] == ["s:mine|u:1+1?|a:", "s:S|u:1+2?|a:"]
+    for prompt in loaded.prompts:  # environments go on with these
+        assert tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True).input_ids == [*prompt.token_ids]
+    path = write(tmp_path / "s.jsonl", {"prompt": "1+1?", "answer": 2})
+    assert not load(path, tokenizer).prompts[0].messages and load(path, tokenizer, as_chat=True).prompts[0].messages == CHAT
 
 
 def test_settings_of_chats_that_would_do_nothing_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

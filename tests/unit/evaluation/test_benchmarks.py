@@ -67,6 +67,7 @@ def test_a_chat_model_gets_a_users_message() -> None:
     chat.chat_template = "{% for m in messages %}{{ m['role'] }} ({{ m['content'] }}) {% endfor %}"
     (problems,) = load_benchmarks(settings(benchmarks=["minerva"], benchmark_prompt="<problem>\n"), chat, 64)
     assert chat.decode(problems.prompts[0].token_ids) == "user (2+2?\n) "
+    assert problems.prompts[0].messages == [{"role": "user", "content": "2+2?\n"}]
 
 
 @pytest.mark.parametrize(

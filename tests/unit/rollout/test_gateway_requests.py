@@ -99,7 +99,7 @@ async with httpx.AsyncClient(trust_env=False, headers={'Authorization': f'Bearer
     for body, words in builtins.BAD:
         a = await raw.post(task.base_url + '/chat/completions', json={'messages': [user('a')]} | body)
         assert a.status_code == 400 and words in a.json()['error']['message'], (body, a.text)
-    for method, path in (('POST', '/completions'), ('POST', '/responses'), ('GET', '/chat/completions'), ('GET', '/models/x')):
+    for method, path in (('POST', '/completions'), ('GET', '/responses/x'), ('GET', '/chat/completions'), ('GET', '/models/x')):
         a = await raw.request(method, task.base_url + path)
         assert a.status_code == 404 and f'{method} {path[1:]}: not offered' in a.json()['error']['message'], a.text
         assert 'POST chat/completions' in a.text

@@ -1,0 +1,1 @@
+"""The demo's text game as an environment of an OpenEnv server."""

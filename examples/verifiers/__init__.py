@@ -1,0 +1,1 @@
+"""A taskset of verifiers, the server that plays it, and the agent of a run."""
