@@ -11,31 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
-Kind = Literal[
-    "normalisation",
-    "masks and shifts",
-    "packing",
-    "stale weights",
-    "log-probs",
-    "prompts",
-    "agents",
-    "launches",
-    "resume",
-    "collectives",
-    "precision",
-    "grading",
-    "deadlines",
-    "races",
-    "rollout service",
-    "requests to servers",
-    "audits",
-    "traces",
-    "checks of a machine",
-    "test runs",
-    "settings",
-]
 PLACES = ("tepo_megatron", "launch", "tools", "benchmarks", "tests/running")  # where symbols are looked for
 
 
@@ -60,7 +36,6 @@ class Exhibit:
 
     name: str
     source: str
-    kind: Kind
     bug: str
     cost: str
     symbol: str

@@ -26,7 +26,7 @@ class Box:
             second = 2
         return first + second
 """
-EXHIBIT = Exhibit("name", "source", "prompts", "bug", "cost", "Box.value", "first + second", "first - second", ("tests",))
+EXHIBIT = Exhibit("name", "source", "bug", "cost", "Box.value", "first + second", "first - second", ("tests",))
 
 
 @pytest.fixture
