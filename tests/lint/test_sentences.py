@@ -133,6 +133,10 @@ def prose(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def test_no_two_public_classes_share_a_name():
+    assert [name for name, found in classes().items() if len(found) > 1 and not name.startswith("_")] == []
+
+
 def test_first_lines_are_sentences():
     wrong = [
         f"{place(path, line)}: {text.splitlines()[0]}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.lint.waits import Known, all_unlimited, unlimited
+from tests.lint.waits import all_unlimited
 
 # (module, function) -> why it may wait without a limit
 EXCEPTIONS = {
@@ -34,45 +32,3 @@ def test_every_wait_has_a_limit() -> None:
     )
     assert sorted(EXCEPTIONS.keys() - waits.keys()) == [], "these exceptions are not needed"
     assert len(EXCEPTIONS) <= 10
-
-
-CODE = """
-import asyncio, queue, select, subprocess, threading
-import torch.distributed as dist
-
-class Own:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process, self.items = process, queue.Queue()
-
-    def wait(self) -> None: ...
-
-    async def later(self, event: asyncio.Event, task: asyncio.Task[int], own: "Own") -> int:
-        async with asyncio.timeout(5):
-            await event.wait()
-        await asyncio.wait_for(event.wait(), 5)
-        {in_coroutine}
-        own.wait()
-        return task.result()
-
-    def now(self, thread: threading.Thread, names: list[str], table: dict[str, int]) -> None:
-        thread.join(5)
-        ",".join(names)
-        table.get("x")
-        self.process.wait(timeout=5)
-        {now}
-"""
-FOREVER = {
-    "in_coroutine": ("await event.wait()", "await asyncio.wait({task})"),
-    "now": (
-        "thread.join()", "self.process.wait()", "self.process.communicate()", "self.items.get()", "select.select([0], [], [])",
-        "subprocess.run(names)", "dist.new_group([0])", "dist.all_gather_object(names, 1)", "thread.join(timeout=None)",
-    ),
-}  # fmt: skip
-
-
-def test_waits_without_a_limit_are_seen(tmp_path: Path) -> None:
-    file = tmp_path / "code.py"
-    for place, lines in FOREVER.items():
-        for line in lines:
-            file.write_text(CODE.format(**{"in_coroutine": "pass", "now": "pass"} | {place: line}))
-            assert [wait.text for wait in unlimited(file, Known([file]))] == [line.removeprefix("await ")], line
