@@ -78,16 +78,6 @@ def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(expected.splitlines())
 
 
-def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=1) as log:
-        log.write(1, {"reward/mean": 0.25, "loss/kl": None})
-    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
-    accumulator.Reload()
-    assert accumulator.Tags()["scalars"] == ["reward/mean"]
-    assert [(e.step, e.value) for e in accumulator.Scalars("reward/mean")] == [(1, 0.25)]
-
-
 @pytest.mark.parametrize(
     ("module", "cfg"),
     [("wandb", LoggingConfig(wandb_project="toy")), ("torch.utils.tensorboard", LoggingConfig(tensorboard=True))],

@@ -58,14 +58,6 @@ def test_a_wrong_data_section_is_refused(data: dict[str, Any], message: str) -> 
         config(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [("x", range(9)), ("x[3:]", range(3, 9)), ("x[:0]", []), ("x[33%:66%]", range(2, 5)), ("x[2:50%]", [2, 3]), ("x[7:2]", [])],
-)
-def test_slices(text: str, kept: Any) -> None:
-    assert DatasetSource.of(text).slice(list(range(9))) == list(kept) and DatasetSource.of(text).path == "x"
-
-
 def test_brackets_of_several_files_are_no_slice() -> None:
     assert DatasetSource.of("data/train-[0-9].jsonl").path == "data/train-[0-9].jsonl"
     assert DataConfig(train="data/train-[0-9].jsonl[:5]").name == "data/train-[0-9].jsonl[:5]"

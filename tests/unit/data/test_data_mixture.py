@@ -58,11 +58,3 @@ def test_prompts_of_both_train_and_eval_are_reported(files: tuple[Path, Path], t
     assert ([p.id for p in data.eval], len(data.log_lines)) == ([6, 7, 8, 9], 4)
     data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[50%:]")
     assert data.log_lines[-1] == "warning: 1 of the 5 prompts of data.eval are in data.train too"
-
-
-def test_answers_are_tried_on_the_real_grader(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": r"\frac{1"})
-    data = load(tokenizer, train=str(path))
-    assert data.count == 2 and data.log_lines[2:] == [
-        f"{path}: 1 answers that the grader cannot read: {path}:2 '\\\\frac{{1' (bad_gold)"
-    ]

@@ -50,13 +50,6 @@ def test_the_interval_of_an_accuracy_covers_the_truth_in_95_of_100_evaluations(n
     assert found.standard_error == pytest.approx(errors[0]) and found.mean == pytest.approx(evaluations[0].mean())
 
 
-@pytest.mark.slow
-def test_the_bootstrap_covers_the_truth_too() -> None:
-    truth, _, evaluations = simulated("aime")
-    intervals = [bootstrap_interval(means, resamples=400) for means in evaluations]
-    assert 0.93 <= np.mean([low <= truth <= high for low, high in intervals]) <= 0.97
-
-
 def test_the_interval_of_a_paired_difference_covers_the_truth_and_is_narrower_than_an_unpaired_one() -> None:
     """The baseline solves each problem with 0.9 times the chance of the other: a difference of a tenth of its accuracy."""
     rng = np.random.default_rng(2)
@@ -129,12 +122,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples(right: int, k: int) 
     assert pass_at_k(6, right, k) == pytest.approx(sum(choices) / len(choices))
 
 
-@pytest.mark.parametrize(("right", "k"), [(7, 1), (1, 0), (1, 7), (-1, 2)])
-def test_pass_at_k_refuses_impossible_arguments(right: int, k: int) -> None:
-    with pytest.raises(ValueError, match="among 6 samples"):
-        pass_at_k(6, right, k)
-
-
 def test_the_majority_vote_counts_only_given_answers() -> None:
     assert majority(["1", "2", "1"], [True, False, True]) == 1
     assert majority(["1", "2", "2"], [True, False, False]) == 0
@@ -148,7 +135,3 @@ def test_the_majority_vote_counts_only_given_answers() -> None:
 )
 def test_the_sign_test(better: int, worse: int, p: float) -> None:
     assert sign_test(better, worse) == pytest.approx(p)
-
-
-def test_the_sign_test_of_many_problems() -> None:
-    assert sign_test(450, 550) == pytest.approx(2 * 0.5 * math.erfc((99 / math.sqrt(1000)) / math.sqrt(2)), rel=0.02)

@@ -11,8 +11,6 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.report import read_run, write_report
 from tepo_megatron.report.chart import Chart
 from tepo_megatron.report.panels import sections
-from tepo_megatron.report.picture import write_picture
-from tests.marks import full_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
@@ -70,14 +68,6 @@ def test_the_diagnostics_are_drawn_as_recorded(tmp_path: Path) -> None:
     evaluations = charts(tmp_path)["Reward and accuracy"].axes[0].series[-1]
     assert evaluations.x.tolist() == [0, 4]
     assert [round(float(x), 4) for row in evaluations.rows for x in row] == [0.19, 0.81, 0.17, 0.79, 0.21, 0.83]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", full_but([3e-7], [], [0.0, 3e-7, 50.0]))
-def test_entropy_changes_of_any_size_are_drawn(tmp_path: Path, change: float) -> None:
-    rows = [{k: change if "dH" in k else v for k, v in row.items() if "noise" not in k} for row in measured(2)]
-    write_run(tmp_path, rows)
-    assert write_picture(read_run(tmp_path)).exists()
 
 
 @pytest.mark.slow

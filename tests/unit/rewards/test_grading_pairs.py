@@ -107,19 +107,6 @@ def disagreements(pairs: list[Pair], found: list[bool]) -> list[Pair]:
     return [pair for pair, right in zip(pairs, found, strict=True) if right != pair.right]
 
 
-@pytest.mark.slow
-def test_some_pairs_of_every_kind() -> None:
-    some = PAIRS[::6]
-    assert {pair.kind for pair in some} == {pair.kind for pair in PAIRS}
-    assert disagreements(some, graded(some)) == []
-
-
-def test_listed_faults_are_repaired() -> None:
-    listed = [Pair("", *case) for case in REPAIRED]
-    assert {pair[1:] for pair in listed} <= {pair[1:] for pair in PAIRS}
-    assert disagreements(listed, graded(listed)) == []
-
-
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("pairs", [BENCHMARKS, INDEPENDENT], ids=["benchmarks", "independent"])
