@@ -4,8 +4,6 @@ The core is what the museum of bugs names (tests/mutants), the gate, some whole 
 one of these or the contract of a part of the package or of the launcher.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes of examples/agents with a real server: every turn is of the served weights, and no sample is lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The real command fine-tunes a model, restarts ranks that die, and resumes; the result is a model that servers load."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

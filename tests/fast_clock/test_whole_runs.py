@@ -4,8 +4,6 @@ The run's clock is X times as fast as its processors, so that a start of 40 s is
 of the run, with a real clock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Profiles of clusters: their keys, their refusals, and the machines on which a run goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figures that `python -m tools.structure` prints stay within their bounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tools.structure import ROLLOUT, WEIGHT, arrows, hops, modules, package_of, takes_config, too_large

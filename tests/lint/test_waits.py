@@ -1,7 +1,5 @@
 """No call of the package or of launch/ can wait for ever, but for those that nobody waits for."""
 
-from __future__ import annotations
-
 from tests.lint.waits import all_unlimited
 
 # (module, function) -> why it may wait without a limit

@@ -4,8 +4,6 @@ A call that blocks is given a time limit as an argument, or stands in a block th
 What a receiver is follows from annotations and constructors: first those of its file, then those of the package.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -43,7 +41,7 @@ class Wait:
     line: int
 
 
-def unlimited(path: Path, known: Known) -> Iterator[Wait]:
+def unlimited(path: Path, known: "Known") -> Iterator[Wait]:
     """Yield the calls of a file that can wait for ever."""
     tree = ast.parse(path.read_text())
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -61,7 +59,7 @@ def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
         yield node
 
 
-def _may_wait(call: ast.Call, above: list[ast.AST], known: Known, path: Path) -> bool:
+def _may_wait(call: ast.Call, above: list[ast.AST], known: "Known", path: Path) -> bool:
     """Return whether a call is one that waits, and has no time limit among its arguments."""
     name, owner = _last(call.func), call.func.value if isinstance(call.func, ast.Attribute) else None
     calls = [call, *(arg for arg in call.args if isinstance(arg, ast.Call) and name == "run_until_complete")]

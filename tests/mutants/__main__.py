@@ -8,8 +8,6 @@
 Exit status 1 where a bug is noticed by no test, or where the tests fail without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

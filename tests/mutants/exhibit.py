@@ -4,8 +4,6 @@ An exhibit names a symbol, not a file, so that it follows the code when files mo
 in it that is to be changed, is not there exactly once: a museum that mutates nothing would say that everything is caught.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

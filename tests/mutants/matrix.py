@@ -1,7 +1,5 @@
 """The kill matrix: which test notices which bug. Written to a file of results and a page of the documentation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

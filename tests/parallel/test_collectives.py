@@ -1,7 +1,5 @@
 """The collectives that this package replaces or adds on a CPU; and what rank 0 computes, or its error, reaches every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

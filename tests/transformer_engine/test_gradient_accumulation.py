@@ -4,8 +4,6 @@ That is the default of `platform: cuda`. Megatron's own output layer asks for Ap
 `actor/modules.py` replaces it. test_training.py checks the gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

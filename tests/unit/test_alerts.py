@@ -1,7 +1,5 @@
 """The rules of alerts on recorded runs, healthy and not; raising, ending and resuming."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tepo doctor`, without its step (tests/e2e/test_doctor.py takes one): every fault is named, with its fix."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

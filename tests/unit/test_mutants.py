@@ -1,7 +1,5 @@
 """The museum of silent bugs fits the tree. `make mutants` shows that each is noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Membership in a process group on one machine, by real connections of two users; and the private folder of a group."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

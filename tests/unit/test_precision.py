@@ -1,7 +1,5 @@
 """Presets of precision: each field that Megatron gets, what is refused where and why, and what stays out of FP8."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A test that hangs ends, with its processes; what fails once is flaky; a run says so, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Private folders: nobody else's, gone with their owner, and swept by whoever comes next."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """The files of a run on disk, and its output on the screen."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """A disk error names the file, the reason and the fix. Other errors stay as they are."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

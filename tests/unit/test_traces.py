@@ -1,7 +1,5 @@
 """Spans are recorded only while a step is traced, and the merged trace is one that Chrome and Perfetto show."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

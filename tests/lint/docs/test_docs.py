@@ -1,7 +1,5 @@
 """The pages agree with the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Each limit of time says what it counts from, why it is long enough, and what happens then."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tour names files and functions that exist, and follows its four things."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

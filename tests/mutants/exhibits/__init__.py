@@ -1,7 +1,5 @@
 """The exhibits, a module for each class of bug; each module has its name, `KIND`, and a tuple `EXHIBITS`."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """What an agent asks of the gateway, and what the gateway makes of it."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 _TESTS = "tests/unit/rollout/test_gateway_requests.py"

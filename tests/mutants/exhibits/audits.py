@@ -1,7 +1,5 @@
 """Audits that agree with wrong numbers, or judge other numbers than training used."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "audits"

@@ -1,7 +1,5 @@
 """Sums over the wrong ranks, without their gradient, or twice."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "collectives"

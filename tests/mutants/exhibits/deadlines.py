@@ -1,7 +1,5 @@
 """Limits that are counted from one event and looked at after another, and waits that nothing ends."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "deadlines"

@@ -1,7 +1,5 @@
 """Grades and evaluations of something else."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "grading"

@@ -1,7 +1,5 @@
 """What a launch writes into scripts."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "launches"

@@ -1,7 +1,5 @@
 """The gated delta rule computes something else than the engine, and nothing says so."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 _SOURCE = "own: issue 25 (the gated delta rule)"

@@ -1,7 +1,5 @@
 """Log-probs and samples of another distribution than the one that is meant."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "log-probs"

@@ -1,7 +1,5 @@
 """Checks of a machine with a GPU that say nothing, or the wrong thing, in their only chance."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 COMMAND = "tests/unit/benches/test_gpu_check_command.py"

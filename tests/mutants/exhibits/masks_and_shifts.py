@@ -1,7 +1,5 @@
 """Terms, tokens and rows that are taken or left out wrongly."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "masks and shifts"

@@ -1,7 +1,5 @@
 """Sums divided by the wrong number, or over the wrong tokens."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "normalisation"

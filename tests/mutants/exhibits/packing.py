@@ -1,7 +1,5 @@
 """Packed sequences see each other, or lie where attention does not expect them."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "packing"

@@ -1,7 +1,5 @@
 """Rounding where there must be none."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "precision"

@@ -1,7 +1,5 @@
 """Samples and what belongs to them drift apart; prompts are lost or doubled."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "prompts"

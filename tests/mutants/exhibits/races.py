@@ -1,7 +1,5 @@
 """Memory that changes while somebody reads it."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "races"

@@ -1,7 +1,5 @@
 """Requests to servers: their binary answers, the slots for which they wait, and the connections that they take."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "requests to servers"

@@ -1,7 +1,5 @@
 """Runs that go on from another place than where they ended."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "resume"

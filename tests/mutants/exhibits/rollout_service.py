@@ -1,7 +1,5 @@
 """Batches, metrics and errors on their way from the rollout service to the ranks."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "rollout service"

@@ -1,7 +1,5 @@
 """Results of tests that are better than the tests."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "test runs"

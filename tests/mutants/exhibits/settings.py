@@ -1,7 +1,5 @@
 """A config that says one thing, and a run that does another."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "settings"

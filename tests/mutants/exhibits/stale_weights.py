@@ -1,7 +1,5 @@
 """Servers that sample with other weights than they say, and guards that do not look."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "stale weights"

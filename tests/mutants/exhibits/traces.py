@@ -1,7 +1,5 @@
 """Traces that show what did not happen."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 KIND = "traces"

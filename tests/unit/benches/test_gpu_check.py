@@ -1,7 +1,5 @@
 """tools/gpu_check.py without a GPU: its parts on the platform cpu, its rows, its results."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

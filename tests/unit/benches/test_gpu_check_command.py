@@ -1,7 +1,5 @@
 """The GPU check keeps what it knows whatever happens to it or to one of its tasks, and says at once where it cannot run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

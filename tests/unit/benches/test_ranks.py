@@ -1,7 +1,5 @@
 """Ranks in fresh processes: they meet without a name, and none outlives its world."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

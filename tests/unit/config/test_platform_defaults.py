@@ -1,7 +1,5 @@
 """The defaults of keys that differ between platforms are in one table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tepo_megatron.config import Config

@@ -1,7 +1,5 @@
 """Data sections of the config: the accepted ones, and the refusal of each wrong one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

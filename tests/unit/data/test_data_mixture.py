@@ -1,7 +1,5 @@
 """All that a run reads: several sets, prompts that they share, and what it is evaluated on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

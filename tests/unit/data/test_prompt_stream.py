@@ -1,7 +1,5 @@
 """The prompt stream: what a batch holds, how sets are mixed, and that it resumes exactly."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

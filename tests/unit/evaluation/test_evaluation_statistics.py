@@ -1,7 +1,5 @@
 """The statistics of evaluations against closed forms, published tables and simulation."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

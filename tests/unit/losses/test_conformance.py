@@ -1,7 +1,5 @@
 """The conformance kit: a right loss passes, and of a wrong one it names the case and the mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The charts and the picture of a run: always drawn from whatever the run has left so far."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

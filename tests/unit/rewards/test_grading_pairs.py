@@ -11,8 +11,6 @@ The tables are in tests/data, one pair a line: `gold === answer` is right, `gold
 Both are our own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

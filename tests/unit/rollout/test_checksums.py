@@ -1,7 +1,5 @@
 """The checksums that servers report: compared by themselves, and asked of a fleet of real processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

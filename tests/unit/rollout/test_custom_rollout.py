@@ -1,7 +1,5 @@
 """A user's own generation function: what it adds is marked rightly, repeats, and fails with an error that names it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The servers that a rank starts get the right GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

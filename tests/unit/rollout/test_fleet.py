@@ -1,7 +1,5 @@
 """A fleet of real processes behind real HTTP, which die, freeze, refuse and forget on request."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Servers whose memory grows: real processes that hold more on request, and are started again between two steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

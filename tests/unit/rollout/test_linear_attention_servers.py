@@ -1,7 +1,5 @@
 """Servers of models with linear attention: their options, and the engine that is refused before anything is started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Real processes behind real HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Blockwise FP8: the error bound that the format gives, for each value; its layout; edges; refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

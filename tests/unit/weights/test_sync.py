@@ -1,7 +1,5 @@
 """Weights are split into rounds of bounded size, and bytes damaged in transit are noticed. No server, no ranks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
