@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +30,18 @@ from examples.arithmetic.base_model import Settings, build
 settings = Settings(seed=3, model=sys.argv[2], skill=0.2, hasty_steps=0, train_problems=256, eval_problems=32)
 build(Path(sys.argv[1]), settings)
 """
+
+
+def whole_lines(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics; none before the first."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps_taken(run: Path) -> int:
+    """Return the number of steps on record, also while the next one is written."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 @dataclass

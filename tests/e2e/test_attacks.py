@@ -21,7 +21,7 @@ import pytest
 
 from tests import hosts
 from tests.e2e.attacker import Targets
-from tests.e2e.conftest import MARK, ROOT, Command, commands, settings
+from tests.e2e.conftest import MARK, ROOT, Command, commands, settings, whole_lines
 from tests.e2e.test_secrets import keys_of_servers
 from tests.hosts import Host
 from tests.listening import Listener, Watch, listeners
@@ -169,7 +169,7 @@ def test_no_attack_from_another_host_or_user_succeeds(
     assert len(rows) >= ATTACKS
     assert not any(key in line for line in lines for key in secrets)
     assert not [path for path in paths_below(folder) if path.name.startswith("planted") or path.suffix == ".moved"]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = whole_lines(run)
     assert [r["step"] for r in records] == list(range(1, len(records) + 1))
     assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records), "weights were changed"
     assert reached_from_outside(watch) == []

@@ -1,12 +1,12 @@
 """`rollout.colocate` with real servers, which sleep while a step is trained and must be woken to sample."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.e2e.conftest import whole_lines
 from tests.parallel.resume_worlds import weights
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -28,10 +28,6 @@ def finished(command: Any) -> str:
     return output
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "torch"])
 def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     tepo,
@@ -48,7 +44,7 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     output = finished(tepo(*arguments(random_model, **turns, name="turns")))
     again = RUN | {"rollout__replay": runs / "turns" / "rollouts", "rollout__oversample": 1}
     finished(tepo(*arguments(random_model, **again, name="apart")))
-    with_turns, without = records(runs / "turns"), records(runs / "apart")
+    with_turns, without = whole_lines(runs / "turns"), whole_lines(runs / "apart")
     assert len(with_turns) == len(without) == 3
     for a, b in zip(with_turns, without, strict=True):
         assert {k: a[k] for k in MEASURED} == {k: b[k] for k in MEASURED} and a["actor/grad_norm"] > 0

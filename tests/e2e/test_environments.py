@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Command, settings
+from tests.e2e.conftest import ROOT, Command, settings, whole_lines
 from tests.hosts import PATH
 from tests.hurting import control_group
 
@@ -148,7 +148,7 @@ def test_an_agent_learns_in_any_environment(
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
     run = outputs / site.name
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = whole_lines(run)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     lost = [record[f"rollout/samples_{kind}"] for record in records for kind in ("raised", "timed_out", "over_limit")]
     assert not any(lost) and "lost" not in command.output, command.output

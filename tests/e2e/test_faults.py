@@ -4,7 +4,6 @@ It takes less than 30 s on a machine with nothing else to do, and several times 
 of these needs a server (those that do: tests/server, test_train.py); those in mid-run have a scripted engine instead.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 import tepo_megatron.inference.engines  # noqa: F401  its annotations name Popen, which a test below replaces
 from tepo_megatron import cli
+from tests.e2e.conftest import whole_lines
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
@@ -84,11 +84,6 @@ SHORT = {
     "training__steps": 6, "training__epochs": 2, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8,
     "rollout__samples_per_prompt": 4, "optimizer__warmup_steps": 0, "evaluation__max_problems": 8,
 }  # fmt: skip
-
-
-def whole_lines(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def fault(command, run: Path, *phrases: str, steps: int) -> None:

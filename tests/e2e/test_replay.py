@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Command
-from tests.e2e.test_faults import whole_lines
+from tests.e2e.conftest import Command, whole_lines
 from tests.parallel.resume_worlds import records, weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]

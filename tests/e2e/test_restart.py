@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tepo_megatron.rollout.decisions import read_history
-from tests.e2e.conftest import Command
+from tests.e2e.conftest import Command, steps_taken
 from tests.e2e.test_faults import BOUND, SHORT
 from tests.parallel.resume_worlds import records, weights
 
@@ -17,14 +17,9 @@ STEPS = 8
 CONFIG = SHORT | {"training__steps": STEPS, "checkpoint__every": 2, "parallel__tp": 1, "parallel__dp": 2}
 
 
-def taken(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 def kill(command: Command, run: Path, step: int, victims: list[int]) -> None:
     """Kill ranks during the step after `step`, and wait until others have come in their place."""
-    command.until(lambda: taken(run) >= step, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= step, timeout=BOUND)
     before = command.ranks()
     for victim in victims:
         os.kill(before[victim], signal.SIGKILL)
@@ -115,7 +110,7 @@ def test_the_run_ends_with_its_service_and_its_launcher(
     tepo, arguments, random_model: Path, tmp_path: Path, victim: str
 ) -> None:
     run, command = tmp_path / "runs" / "ends", tepo(*arguments(random_model, **CONFIG, name="ends"), engine="slow")
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 1, timeout=BOUND)
     service = command.service()
     os.kill({"service": service, "launcher": command.process.pid}[victim], signal.SIGKILL)
     status = command.wait(BOUND)
@@ -139,7 +134,7 @@ def test_a_frozen_rank_is_restarted_with_the_others(
 ) -> None:
     words = arguments(random_model, **CONFIG, parallel__heartbeat_timeout=15, name="frozen")
     run, command = tmp_path / "runs" / "frozen", tepo(*words, engine="slow")
-    command.until(lambda: taken(run) >= 3, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 3, timeout=BOUND)
     os.kill(command.ranks()[1], signal.SIGSTOP)
     assert command.wait(4 * BOUND) == 0, command.output
     assert "its process is frozen" in command.output and (run / "hang.former.txt").exists()

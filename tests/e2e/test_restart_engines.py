@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tepo_megatron.rollout.decisions import read_history
-from tests.e2e.conftest import Command
-from tests.e2e.test_faults import SHORT, whole_lines
+from tests.e2e.conftest import Command, whole_lines
+from tests.e2e.test_faults import SHORT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 STEPS = 16

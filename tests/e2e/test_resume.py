@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_faults import SHORT, refused, whole_lines
+from tests.e2e.conftest import whole_lines
+from tests.e2e.test_faults import SHORT, refused
 from tests.parallel.resume_worlds import records, weights
 
 pytestmark = pytest.mark.e2e

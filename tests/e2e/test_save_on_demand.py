@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
+from tests.e2e.conftest import steps_taken
 from tests.e2e.test_faults import BOUND, SHORT
 from tests.parallel.resume_worlds import records
 
@@ -15,16 +16,11 @@ pytestmark = pytest.mark.e2e
 STEPS = 8
 
 
-def steps_of(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 def saved_step(run: Path) -> int:
     """Return the step after which the run ended; its checkpoint is the newest one and complete."""
     (step,) = re.findall(r"ended on request after step (\d+);", (run / "log.txt").read_text())
     assert f"step-{int(step):08d}" in {path.name for path in (run / "checkpoints").iterdir()}
-    assert steps_of(run) == int(step), "a recorded step is not saved"
+    assert steps_taken(run) == int(step), "a recorded step is not saved"
     return int(step)
 
 
@@ -35,7 +31,7 @@ def test_a_signal_saves_and_ends_the_run_and_it_goes_on(
 ) -> None:
     words = arguments(random_model, **SHORT | {"training__steps": STEPS, "checkpoint__every": 0}, name="warned")
     run, command = tmp_path / "runs" / "warned", tepo(*words, engine="slow")
-    command.until(lambda: steps_of(run) >= 2, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 2, timeout=BOUND)
     os.kill(command.process.pid, number)
     assert command.wait(BOUND) == os.EX_TEMPFAIL == 75, command.output
     name = signal.Signals(number).name
@@ -54,7 +50,7 @@ def test_a_signal_saves_and_ends_the_run_and_it_goes_on(
 def test_a_second_sigterm_ends_the_run_at_once(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     words = arguments(random_model, **SHORT | {"training__steps": 500}, name="twice")
     run, command = tmp_path / "runs" / "twice", tepo(*words, engine="slow")
-    command.until(lambda: steps_of(run) >= 1, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 1, timeout=BOUND)
     with command.stopped_when(lambda: True, BOUND):  # so that the run cannot answer the first one
         os.kill(command.process.pid, signal.SIGTERM)
         os.kill(command.process.pid, signal.SIGCONT)

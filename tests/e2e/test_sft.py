@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import task
 from examples.arithmetic.base_model import build_model
-from tests.e2e.conftest import Command
+from tests.e2e.conftest import Command, steps_taken, whole_lines
 
 pytestmark = pytest.mark.e2e
 BOUND = 120.0
@@ -45,14 +45,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def taken(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 def check(run: Path, files: Path) -> None:
     """Assert that all updates were taken once, the model is learned, and transformers measures the loss that was reported."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = whole_lines(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     losses = json.loads((run / "summary.json").read_text())["held_out_loss"]
     assert losses["after"] < 0.6 * losses["before"]
@@ -71,7 +66,7 @@ def check(run: Path, files: Path) -> None:
 
 def test_the_command_learns_and_restarts_a_killed_rank(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
     run, command = tmp_path / "warm", tepo("sft", files / "mine.yaml", "--output", str(tmp_path))
-    command.until(lambda: taken(run) >= 6, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 6, timeout=BOUND)
     ranks = sorted(child.pid for child in psutil.Process(command.process.pid).children())
     os.kill(ranks[-1], signal.SIGKILL)
     assert command.wait(2 * BOUND) == 0, command.output
@@ -84,7 +79,7 @@ def test_the_command_learns_and_restarts_a_killed_rank(tepo: Callable[..., Comma
 def test_sigterm_saves_and_a_resume_goes_on(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
     words = ["sft", files / "mine.yaml", "--output", str(tmp_path), "--parallel.dp", "1"]
     run, command = tmp_path / "warm", tepo(*words)
-    command.until(lambda: taken(run) >= 5, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 5, timeout=BOUND)
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.wait(BOUND) == os.EX_TEMPFAIL, command.output
     assert "saved; go on with --resume true" in command.output

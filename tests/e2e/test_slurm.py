@@ -17,7 +17,7 @@ import yaml
 
 from tepo_megatron.rollout import record
 from tests import slurm
-from tests.e2e.conftest import write_model
+from tests.e2e.conftest import steps_taken, write_model
 from tests.e2e.test_faults import SHORT
 from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
 from tests.launch.test_jobs import typed
@@ -117,7 +117,7 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
 def test_a_killed_rank_is_restarted_inside_the_allocation_and_no_prompt_is_lost(cluster: slurm.Slurm, tmp_path: Path) -> None:
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
-    wait_for(lambda: steps_of(run) >= 3, cluster, job)
+    wait_for(lambda: steps_taken(run) >= 3, cluster, job)
     rank = next(p for p in cluster.processes() if "tepo_megatron.launcher.worker" in p.line)
     assert rank.environment["PYTHONPATH"].startswith(f"{run}/launch/code/")
     os.kill(rank.pid, signal.SIGKILL)
@@ -131,11 +131,6 @@ def test_a_killed_rank_is_restarted_inside_the_allocation_and_no_prompt_is_lost(
 def records_of(path: Path) -> list[str]:
     """Return the lines of a file of records; none if there is no such file."""
     return path.read_text().splitlines() if path.exists() else []
-
-
-def steps_of(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 def prompts_of(run: Path) -> dict[int, list[int]]:
@@ -239,8 +234,8 @@ def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
     cluster: slurm.Slurm, base: Path, straight: Apart, tmp_path: Path, what: str, request: pytest.FixtureRequest
 ) -> None:
     job = Apart.submit(cluster, base, tmp_path)
-    wait_for(lambda: steps_of(job.run) >= 3, cluster, job.job)
-    before, everything, killed = steps_of(job.run), cluster.processes(), time.monotonic()
+    wait_for(lambda: steps_taken(job.run) >= 3, cluster, job.job)
+    before, everything, killed = steps_taken(job.run), cluster.processes(), time.monotonic()
     if what in KILLS:
         rank = ranks_of(everything)[1]
         dying = [p.pid for p in everything if KILLS[what](p, rank)]
@@ -252,7 +247,7 @@ def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
         machine = first if what == "first node" else next(p.machine for p in ranks_of(everything) if p.machine != first)
         cluster.kill(machine)
         request.addfinalizer(functools.partial(cluster.boot, machine))
-    wait_for(lambda: steps_of(job.run) > before + 1 and (what in STAYS or len(job.resumed()) > 0), cluster, job.job)
+    wait_for(lambda: steps_taken(job.run) > before + 1 and (what in STAYS or len(job.resumed()) > 0), cluster, job.job)
     back = time.monotonic() - killed
     job.ends_well()
     restarts = int(cluster.about(job.job)["Restarts"])
@@ -277,7 +272,7 @@ def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path
 
 def test_a_run_has_one_job_at_a_time_and_a_shell_opens_in_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
     job, run = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=10 * STEPS, checkpoint__every=16)
-    wait_for(lambda: steps_of(run) >= 1, cluster, job)
+    wait_for(lambda: steps_taken(run) >= 1, cluster, job)
     with pytest.raises(AssertionError, match=f"job 1 of this run .slurm job {job}. has not ended"):
         scripted(cluster, tmp_path, "once", "00:20:00", training__steps=10 * STEPS, checkpoint__every=16)
     shown = typed(["attach", "runs/once"], 'echo "in $SLURM_JOB_ID: ${PYTHONPATH##*/once/}"', tmp_path, cluster.environment)

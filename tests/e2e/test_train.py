@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.inference import sglang
 from tepo_megatron.rollout import record
+from tests.e2e.conftest import settings, whole_lines
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
@@ -25,10 +28,6 @@ MEAN, LARGEST = "rollout/logprob_diff_mean", "rollout/logprob_diff_max"
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
 TRUNCATED = {key for key in KEYS if key.startswith("truncation/")}
 OF_OPTIONS = TRUNCATED | {key for key in KEYS if key.startswith("sync/")}
-
-
-def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
@@ -46,7 +45,7 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     run = tmp_path / "runs" / "whole"
     assert url not in (run / "log.txt").read_text()
 
-    records = metrics_of(run)
+    records = whole_lines(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     expected = {"step", *KEYS, *(f"seconds/{p}" for p in PHASES), "seconds/total", "tokens_per_second"}
     expected |= {f"server/0/{name}" for name in ("up", "queue", "tokens_per_second", "restarts")}
@@ -89,7 +88,7 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
     settings |= {"logging__audit_every": 1}
     command = tepo(*arguments(base, name="truncated", **settings))
     assert command.wait(240) == 0, command.output
-    records = metrics_of(tmp_path / "runs" / "truncated")
+    records = whole_lines(tmp_path / "runs" / "truncated")
     assert len(records) == 3
     for r in records:
         print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in (*sorted(TRUNCATED), MEAN, LARGEST)))
@@ -101,7 +100,7 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
 
     command = tepo("replay", tmp_path / "runs" / "truncated")
     assert command.wait(240) == 0 and "every number of the steps 1 to 3 is equal" in command.output, command.output
-    for r, again in zip(records, metrics_of(tmp_path / "runs" / "truncated-replay"), strict=True):
+    for r, again in zip(records, whole_lines(tmp_path / "runs" / "truncated-replay"), strict=True):
         assert again["truncation/kept_mean"] == r["truncation/kept_mean"] and again["truncation/recomputed"] == 0
 
 
@@ -115,7 +114,7 @@ def test_masks_of_older_weights_stay_with_their_tokens(tepo, arguments, base: Pa
     settings |= {"rollout__on_weight_update": "continue", "logging__audit_every": 1}
     command = tepo(*arguments(base, name="older", **settings))
     assert command.wait(240) == 0, command.output
-    records = metrics_of(tmp_path / "runs" / "older")
+    records = whole_lines(tmp_path / "runs" / "older")
     names = ("gate/logprob_diff_worst", "rollout/staleness", "rollout/mixed_versions", "truncation/differs", MEAN)
     for r in records:
         print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in names))
@@ -131,7 +130,7 @@ def test_a_run_on_masks_that_the_actor_recomputes(tepo, arguments, base: Path, t
     settings = {"training__steps": 2, "optimizer__warmup_steps": 0, "rollout__top_p": 0.9, "rollout__prompts_per_step": 8}
     command = tepo(*arguments(base, name="recomputed", **settings, evaluation__max_problems=4))
     assert command.wait(240) == 0, command.output
-    for r in metrics_of(tmp_path / "runs" / "recomputed"):
+    for r in whole_lines(tmp_path / "runs" / "recomputed"):
         print(f"recomputed, step {r['step']}: " + ", ".join(f"{k} {r[k]}" for k in (*sorted(TRUNCATED), MEAN, LARGEST)))
         assert r["truncation/recomputed"] == 1 and r["truncation/cut"] == 0 and r["truncation/outside"] <= 1e-3
         assert r["truncation/differs"] is None and r[MEAN] <= 1e-4
@@ -151,7 +150,7 @@ def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path,
     assert command.output.count("tepo: error: rank 0:") == 1 and "SIGKILL" in command.output, command.output
     assert "Traceback" not in command.output
     command.assert_nothing_left()
-    records = metrics_of(run)  # every line parses
+    records = whole_lines(run)  # every line parses
     assert len(records) >= 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert all(r["rollout/logprob_diff_max"] <= 1e-3 for r in records)
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
@@ -189,4 +188,44 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
         prompts += [r.prompt_id for r in rollouts[::8]]
     assert len(prompts) == 128 and len(set(prompts)) == 128, "a prompt was lost, or used twice"
-    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in metrics_of(run))
+    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in whole_lines(run))
+
+
+@pytest.mark.full
+def test_a_hybrid_trains_and_the_engine_serves_what_the_actor_has(tepo, arguments, hybrid_base: Path, tmp_path: Path) -> None:
+    """`make demo MODEL=qwen3_5` in a small form."""
+    keys = {"training__steps": 3, "evaluation__every": 3, "optimizer__warmup_steps": 0, "evaluation__max_problems": 16}
+    keys |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "sync__delta": "layers", "sync__verify_every": 1}
+    command = tepo(*arguments(hybrid_base, name="hybrid", **keys))
+    assert command.wait(240) == 0, command.output
+    command.assert_nothing_left()
+    run = tmp_path / "runs" / "hybrid"
+    records = whole_lines(run)
+    assert [r["step"] for r in records] == list(range(1, 4))
+    for r in records:
+        assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3
+        assert r["rollout/kept_groups"] > 0 and r["actor/grad_norm"] > 0
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (hybrid_base, run / "hf"))
+    assert before.keys() == after.keys()
+    assert {n for n in before if torch.equal(before[n], after[n])} == set(), "every tensor was trained"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["calculator", "game", "python_tool"])
+def test_a_recipe_trains_on_the_turns_that_were_sampled(tepo: Any, base: Path, tmp_path: Path, recipe: str) -> None:
+    """The recipes of examples/agents: every turn is of the served weights, and no sample is lost."""
+    if recipe == "python_tool" and shutil.which("bwrap") is None:
+        pytest.skip("no bwrap (Debian: apt-get install bubblewrap)")
+    keys = {
+        "output": tmp_path / "runs", "name": recipe, "training__steps": 3, "rollout__prompts_per_step": 16,
+        "training__minibatch_prompts": 8, "evaluation__max_problems": 16, "rollout__filter_uniform_groups": "false",
+    }  # fmt: skip
+    command = tepo("train", f"examples/agents/{recipe}.yaml", *settings(base, **keys))
+    assert command.wait(240) == 0, command.output
+    command.assert_nothing_left()
+    records = whole_lines(tmp_path / "runs" / recipe)
+    assert [r["step"] for r in records] == list(range(1, 4))
+    for r in records:
+        assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["actor/grad_norm"] > 0
+        lost = [r[f"rollout/samples_{kind}"] for kind in ("raised", "timed_out", "over_limit")]
+        assert lost == [0, 0, 0], command.output
