@@ -9,8 +9,6 @@ with P parameters of the layers, L tokens and R response tokens of the sequence 
 vocabulary of V, hidden size h, H heads of D channels; causal attention counts the half of all scores.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time
