@@ -48,6 +48,13 @@ def test_the_interval_of_an_accuracy_covers_the_truth_in_95_of_100_evaluations(n
     assert found.standard_error == pytest.approx(errors[0]) and found.mean == pytest.approx(evaluations[0].mean())
 
 
+@pytest.mark.slow
+def test_the_bootstrap_covers_the_truth_too() -> None:
+    truth, _, evaluations = simulated("aime")
+    intervals = [bootstrap_interval(means, resamples=400) for means in evaluations]
+    assert 0.93 <= np.mean([low <= truth <= high for low, high in intervals]) <= 0.97
+
+
 def test_the_interval_of_a_paired_difference_covers_the_truth_and_is_narrower_than_an_unpaired_one() -> None:
     """The baseline solves each problem with 0.9 times the chance of the other: a difference of a tenth of its accuracy."""
     rng = np.random.default_rng(2)
