@@ -33,7 +33,7 @@ PARTS_WORKERS ?= 3
 parts      := -n $(PARTS_WORKERS) --dist worksteal -m "not full and not server and not e2e" --ignore tests/lint
 runs       := -n 1 -m "not full and e2e" tests/e2e tests/launch
 servers    := -n 1 -m "not full and server and not e2e" tests/server
-LONG       := full and not slurm and not image and not alone and not fast_clock
+LONG       := full and not slurm and not alone and not fast_clock
 full-runs  := -n 1 $(ARGS) -m "$(LONG) and e2e" tests/e2e tests/launch
 full-parts := -n 1 $(ARGS) -m "$(LONG) and not e2e"
 full-alone := -n 1 -m "full and alone"
@@ -48,7 +48,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(FIRST_PYTHON))
 
 .PHONY: demo demo-plan smollm distill sglang launch openenv verifiers agents-sdk ablation ablation-off-policy bench race docs docs-links test test-parts test-runs test-servers test-fast test-full test-pressure test-portable test-slurm test-gpu \
-  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
+  test-pins test-pins-ci test-te gpu-rehearsal chaos mutants slow rehearsal check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -169,11 +169,6 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -n $(PARTS_WORKERS) -m "$(FAST)"
-
-# Needs root, 48 GiB of disk below TMPDIR, and: apt-get install buildah debootstrap. Hours on 2 cores (docs/launch.md).
-# ARGS: -k vllm
-test-image: $(READY)
-	TEPO_IMAGE=1 $(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
 # Run test-fast with the GPU images' Megatron-Core, and the tests with Transformer Engine. ARGS: more arguments of pytest
 test-pins: $(PINS)/.ready $(LAUNCH)/.ready test-te

@@ -9,8 +9,6 @@ written unless --out names a file. Exit status 1 if a suite failed. On a GPU: `p
 A suite is `measures` of a module. It has a process of its own, because it may set threads, fork and use memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -9,8 +9,6 @@ There is one network per seed, and all seeds are computed at once. Suffixes: _S 
 _P progress, _V symbols, _W weights of a network, _B responses, _T tokens of a response, _R tokens of many.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class ChainTask:
     right_SKP: Tensor  # the right token in each state; the end where p = n_k
 
     @classmethod
-    def of(cls, seeds: Sequence[int]) -> ChainTask:
+    def of(cls, seeds: Sequence[int]) -> "ChainTask":
         """Return the chains of these seeds."""
         symbols, right = [], []
         for seed in seeds:

@@ -1,7 +1,5 @@
 """Measuring tools: interleaved times, memory as PyTorch's allocator sees it, bytes moved, collectives counted."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter

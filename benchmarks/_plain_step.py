@@ -1,7 +1,5 @@
 """The demo's training step in plain PyTorch and transformers, as one would write it for a single process."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ the same task, other random numbers and other code. Those of origin `pilot` were
 the run of record does not use.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ With a device it copies each tensor there, from a file, from shared memory of th
 loads nothing.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Every alternative takes logits [R, V] and labels [R] and returns (log-prob [R], entropy [R]), both differentiable.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

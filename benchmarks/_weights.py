@@ -1,7 +1,5 @@
 """Random models and the reference copy for the benchmarks of weights and checkpoints. Imports no engine."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ one that the tool prints: from the checks of the input to the finished directory
 Megatron-Core. Memory is the peak resident set of the converting process, with mapped files.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -10,8 +10,6 @@ that is paired by seed and judged by its 95 % interval over seeds (Student's t).
 Writes the figures as JSON and, next to it, tables as Markdown.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

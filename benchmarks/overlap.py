@@ -11,8 +11,6 @@ The figures are medians of the seconds of a step and of its phases, after the fi
 A step ahead is compared with the sum of the sync and the longer of sampling (with grading) and training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

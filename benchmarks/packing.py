@@ -13,8 +13,6 @@ The others, written by us from the description in their sources:
                   ranks, equally many each, by the largest differencing method (Karmarkar and Karp 1982) on their cost.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -3,8 +3,6 @@
 All rows use one set of assumptions (`tepo_megatron/plan/gpus.py`). `note` says what a source leaves out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

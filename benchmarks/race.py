@@ -9,8 +9,6 @@ one rank. The contestants take turns, and the first batch of each, which warms u
 proportional set sizes over the processes of a contestant.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

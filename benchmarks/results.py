@@ -1,7 +1,5 @@
 """Results of benchmarks: measures with their targets, the file that keeps them, and the table for readers."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import operator
@@ -63,7 +61,7 @@ class Target:
         return f"{self.what} {self.sense} {self.bound:g}"
 
     @classmethod
-    def of(cls, text: str) -> Target:
+    def of(cls, text: str) -> "Target":
         """Parse the text that `str` returns."""
         what, sense, bound = text.rsplit(maxsplit=2)
         return cls(what, sense, float(bound))

@@ -16,8 +16,6 @@ update must agree, or it raises AssertionError. Ours is compared with the fastes
 two).
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

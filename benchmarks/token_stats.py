@@ -12,8 +12,6 @@ machine); errors against fp64 on the same logits; collectives over tensor-parall
 context-parallel ranks, and the rows that reach the output layer, are counted by tests/parallel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of audit records as `actor/recorder.py` writes them, from random minibatches (`tests/reference/minibatches.py`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

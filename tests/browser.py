@@ -1,7 +1,5 @@
 """A real headless browser, driven over the DevTools protocol: Chromium, where it is installed."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """Check a trace against the Trace Event Format: what ui.perfetto.dev and chrome://tracing need to show it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any

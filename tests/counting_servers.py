@@ -1,7 +1,5 @@
 """HTTP servers in a thread that answer like vLLM and count connections and requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

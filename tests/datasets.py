@@ -1,7 +1,5 @@
 """Small datasets and a tokenizer for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

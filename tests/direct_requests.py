@@ -1,7 +1,5 @@
 """Requests to one server of a fleet over a connection of their own, past the fleet."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Rollouts whose tokens are code points, and a math reward to grade them with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001  (signs that look like others are part of the attack)
 """Answers that were written to stop a grader: each is the content of a box, and none is right."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

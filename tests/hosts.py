@@ -5,8 +5,6 @@ They need root, or a kernel that gives every user namespaces of their own. They 
 has to be removed, whatever happens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

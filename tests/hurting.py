@@ -3,8 +3,6 @@
 A test whose machine has none is skipped with the reason. The group is removed with its context.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

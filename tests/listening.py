@@ -4,8 +4,6 @@ whole life.
 Linux only: /proc/PID/fd names the sockets of a process by their inodes, /proc/PID/net says what they are.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket
@@ -133,7 +131,7 @@ class Watch:
             self.public |= {one for one in new if not one.is_private}
             self.looks += 1
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """The files of a folder that other processes write to while it is read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The product's answer to a random minibatch, next to the reference's. The minibatches: `tests/reference/minibatches.py`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping

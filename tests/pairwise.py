@@ -1,7 +1,5 @@
 """Covering arrays of strength 2: every pair of values of two factors is in a row, in far fewer rows than all combinations."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

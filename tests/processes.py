@@ -1,7 +1,5 @@
 """Worlds of fresh processes, for ranks that cannot be forked: CUDA does not survive a fork."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

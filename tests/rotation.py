@@ -4,8 +4,6 @@ It takes every third case among those that are marked full, in the order of the 
 commit's hash, so a failure can be repeated; without git it is always the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The client side of an engine that speaks with `scripted_server.py`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Groups of a scripted engine: there at once, the last prompt's first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from tepo_megatron.types import Prompt, Rollout, SamplingParams

@@ -1,7 +1,5 @@
 """`tepo serve` with the scripted server in the place of an engine: python -m tests.scripted_serve CONFIG HOST"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

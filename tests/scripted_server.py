@@ -7,8 +7,6 @@ arguments it takes weights of that model by broadcast too, with RANKS ranks, eac
 then it imports torch, which takes seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

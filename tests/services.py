@@ -1,7 +1,5 @@
 """The rollout service as a fork of a test's process, for engines that exist in it alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """A Slurm of several machines that are all this one: its daemons as our children, its files in one folder. Needs root."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Random models of half a million parameters or less with a character tokenizer, as Hugging Face directories."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An independent reference of truncated sampling, token by token in plain Python floats and dense fp64 tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from tepo_megatron.types import NO_TOKEN, Truncation

@@ -4,8 +4,6 @@ The pytest process has imported Megatron-Core once and never joins a group itsel
 rank are forked too. Forks share the parent's memory: `fn` and its arguments need not be picklable, its result must be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

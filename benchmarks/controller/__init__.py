@@ -10,8 +10,6 @@ The figures are CPU seconds of the process that does the work, per million respo
 samples of 6,000 tokens are 12 million), and the exponent of their growth from 1 million on: least squares of the logarithms.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Ids: 0 to 2 are special tokens, then come the printable ASCII characters, space 
 of words. Only numpy is imported, so that the process of the servers starts at once.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

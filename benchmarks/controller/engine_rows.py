@@ -3,8 +3,6 @@
 The engine, its HTTP client, its routing and its checks are those of a run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -6,8 +6,6 @@ The process writes the ports as one line of JSON when it is ready. Afterwards ea
 counts, which it writes as a line of JSON. It ends when its standard input does, hence with the process that started it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -95,7 +93,7 @@ class FakePool:
 class _Server(asyncio.Protocol):
     """One connection to one of the servers."""
 
-    def __init__(self, pool: _Pool, server: int) -> None:
+    def __init__(self, pool: "_Pool", server: int) -> None:
         self._pool, self._server, self._received = pool, server, bytearray()
         self._closes = False
 

@@ -4,8 +4,6 @@ The hand-over is measured at both ends, the sender and a receiver, over gloo on 
 python -m benchmarks.controller.rank_rows STORE SIZES     (the receiver, which the sender starts)
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

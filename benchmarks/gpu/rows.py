@@ -6,8 +6,6 @@ writes) at the measured bandwidth of a copy. `three GEMMs`: the products that gi
 weight and with the hidden states, in bf16. Times are by CUDA events; on a CPU, to test the code, by its clock.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial

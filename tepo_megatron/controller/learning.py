@@ -95,7 +95,7 @@ class BatchUpdates:
         card = card_of(device_name(self.actor.groups.device))
         return 0.0 if card is None else GPUS[card].peak[2]
 
-    def _count(self, batch: TrainBatch, passes: int) -> None:
+    def count(self, batch: TrainBatch, passes: int) -> None:
         """Add the operations of passes over a batch; forward and backward are three passes, and recomputation is none."""
         if self._peak:
             lengths = [(r.token_ids_L.numel(), int(r.response_mask_L.sum())) for r in batch.rollouts]
@@ -150,7 +150,7 @@ class BatchUpdates:
         prompts = {rollout.prompt_id for rollout in minibatch.rollouts} if self.actor.groups.is_main and tracer.active else ()
         with tracer.span("minibatch", flows=sorted(prompts), rollouts=len(minibatch.rollouts)):
             result = self.actor.update(minibatch, self.objective, self.recorder)
-        self._count(minibatch, passes=3)
+        self.count(minibatch, passes=3)
         self.log.add(result)
         if result.mismatch is not None and result.measured is not None:
             if not self._streams or self.training.old_logprobs == "rollout":
@@ -168,7 +168,7 @@ class BatchUpdates:
         if not self._needs_old_pass(batch):
             return batch
         batch = self.actor.attach_old_stats(batch)
-        self._count(batch, passes=1)
+        self.count(batch, passes=1)
         if not self._streams:
             self.log.note(mismatch(batch, self.actor.groups))
         self.gate.with_old_stats(batch, self.step)
@@ -194,7 +194,7 @@ class BatchUpdates:
             return batch
         with self.clock.phase("reference"):
             batch = self.actor.attach_ref_logprobs(batch)
-        self._count(batch, passes=1)
+        self.count(batch, passes=1)
         if penalty.where == "loss":
             return batch
         divergence_B = reference_divergence(batch, penalty.estimator, self.actor.groups)

@@ -1,8 +1,7 @@
 """Add the collectives that Megatron-Core uses and gloo lacks (torch 2.13): those on lists of tensors of unequal sizes.
 
 The token dispatcher of a mixture of experts needs them when experts are also split over tensor-parallel ranks (EP with TP).
-gloo has everything else that Megatron-Core calls, including bf16 and ReduceOp.AVG: tests/parallel/test_collectives.py calls
-each.
+gloo has everything else that Megatron-Core calls, including bf16 and ReduceOp.AVG.
 """
 
 import functools

@@ -8,8 +8,6 @@ A function is given a `tests.conformance.parts.Part` and returns what that part 
 case fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Loss and gradients of a minibatch, computed by a loss function and by the reference."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The cases: ragged minibatches, their layouts, and extremes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

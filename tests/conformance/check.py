@@ -1,7 +1,5 @@
 """Check one loss function against the reference, case by case."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Name the usual mistake behind a wrong answer: the reference makes each of many mistakes until one reproduces the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of results, written by `python -m tests.conformance own trl verl --peers FOLDER --write`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ whose trainer averages over ranks therefore divides by `part.ranks`, one whose t
 `part.microbatches`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +67,7 @@ class Part:
     sequences: int
     ranks: int
     microbatches: int
-    whole: Part | None
+    whole: "Part | None"
     rows: Tensor
 
 

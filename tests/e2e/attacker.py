@@ -4,8 +4,6 @@ Prints a JSON list of attacks: the attempt, its result, and whether it succeeded
 changed that is the owner's. Code that runs shows in the folder of `Targets.canary`, whoever runs it.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The `tepo` command as a user runs it, with a base model that solves some problems and not others."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

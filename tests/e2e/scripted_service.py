@@ -3,8 +3,6 @@
 `TEPO_TEST_ENGINE` says how the engine behaves: "good", or what goes wrong with it in step 2.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

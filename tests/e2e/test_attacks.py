@@ -3,8 +3,6 @@
 The sockets are listed while the run lives, so that the test covers whatever the package opens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`rollout.colocate` with real servers, which sleep while a step is trained and must be woken to sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

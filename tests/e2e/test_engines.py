@@ -4,8 +4,6 @@ Each server is started once, by `tepo serve`, and serves one run after the other
 it left for its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whole runs with an agent in the environments of other sites: proxies, no names, no home, odd paths, little of everything."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

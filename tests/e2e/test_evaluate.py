@@ -1,7 +1,5 @@
 """`tepo evaluate` and `tepo compare` as a user runs them, with a real vLLM: one of their own, and one that runs already."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Servers and routes have tests of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

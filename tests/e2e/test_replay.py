@@ -1,7 +1,5 @@
 """`tepo replay` of runs with real engines: every number and weight comes out again, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The real command restarts ranks that die, from the newest checkpoint, while its rollout service lives on; scripted engine."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

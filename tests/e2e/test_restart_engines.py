@@ -1,7 +1,5 @@
 """Ranks that die next to real servers, with every transport, and the switches of delivery and streaming together."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The real command saves and ends at SIGUSR1 and SIGTERM, and goes on afterwards; the engine is scripted."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

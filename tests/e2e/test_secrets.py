@@ -1,7 +1,5 @@
 """Keys come by the environment, and a real run writes, prints and passes on none of them."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """`tepo serve` and `tepo train` as two commands that share folders alone: a served engine is killed in mid-run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The real command fine-tunes a model, restarts ranks that die, and resumes; the result is a model that servers load."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -17,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.arithmetic import task
 from examples.arithmetic.base_model import build_model
 from tests.e2e.conftest import Command
+from tests.recorded import step_records, steps_taken
 
 pytestmark = pytest.mark.e2e
 BOUND = 120.0
@@ -47,14 +46,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def taken(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 def check(run: Path, files: Path) -> None:
     """Assert that all updates were taken once, the model is learned, and transformers measures the loss that was reported."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = step_records(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     losses = json.loads((run / "summary.json").read_text())["held_out_loss"]
     assert losses["after"] < 0.6 * losses["before"]
@@ -73,7 +67,7 @@ def check(run: Path, files: Path) -> None:
 
 def test_the_command_learns_and_restarts_a_killed_rank(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
     run, command = tmp_path / "warm", tepo("sft", files / "mine.yaml", "--output", str(tmp_path))
-    command.until(lambda: taken(run) >= 6, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 6, timeout=BOUND)
     ranks = sorted(child.pid for child in psutil.Process(command.process.pid).children())
     os.kill(ranks[-1], signal.SIGKILL)
     assert command.wait(2 * BOUND) == 0, command.output
@@ -86,7 +80,7 @@ def test_the_command_learns_and_restarts_a_killed_rank(tepo: Callable[..., Comma
 def test_sigterm_saves_and_a_resume_goes_on(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
     words = ["sft", files / "mine.yaml", "--output", str(tmp_path), "--parallel.dp", "1"]
     run, command = tmp_path / "warm", tepo(*words)
-    command.until(lambda: taken(run) >= 5, timeout=BOUND)
+    command.until(lambda: steps_taken(run) >= 5, timeout=BOUND)
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.wait(BOUND) == os.EX_TEMPFAIL, command.output
     assert "saved; go on with tepo resume" in command.output

@@ -1,7 +1,5 @@
 """Real jobs of a real Slurm, whose machines are all this one."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -162,7 +160,7 @@ class Apart:
         return self.folder / "runs" / "apart"
 
     @classmethod
-    def submit(cls, cluster: slurm.Slurm, base: Path, folder: Path) -> Apart:
+    def submit(cls, cluster: slurm.Slurm, base: Path, folder: Path) -> "Apart":
         tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "slurm": SLURM | {"time": "00:20:00"}}
         profile = write(folder / "profile.yaml", tree)
         settings = {

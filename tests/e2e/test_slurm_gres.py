@@ -3,8 +3,6 @@
 The GPUs are empty files, and `nvidia-smi` is a script that lists as many as Slurm has given to the step.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

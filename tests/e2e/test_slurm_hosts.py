@@ -3,8 +3,6 @@
 Debian and Ubuntu write such a line into /etc/hosts. n1 and n3 are on the first host with the controller, n2 on the second.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

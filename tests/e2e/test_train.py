@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.inference import sglang
 from tepo_megatron.rollout import record
+from tests.e2e.conftest import settings
 from tests.recorded import step_records, steps_taken
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
@@ -183,3 +186,43 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         prompts += [r.prompt_id for r in rollouts[::8]]
     assert len(prompts) == 128 and len(set(prompts)) == 128, "a prompt was lost, or used twice"
     assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in step_records(run))
+
+
+@pytest.mark.full
+def test_a_hybrid_trains_and_the_engine_serves_what_the_actor_has(tepo, arguments, hybrid_base: Path, tmp_path: Path) -> None:
+    """`make demo MODEL=qwen3_5` in a small form."""
+    keys = {"training__steps": 3, "evaluation__every": 3, "optimizer__warmup_steps": 0, "evaluation__max_problems": 16}
+    keys |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "sync__delta": "layers", "sync__verify_every": 1}
+    command = tepo(*arguments(hybrid_base, name="hybrid", **keys))
+    assert command.wait(240) == 0, command.output
+    command.assert_nothing_left()
+    run = tmp_path / "runs" / "hybrid"
+    records = step_records(run)
+    assert [r["step"] for r in records] == list(range(1, 4))
+    for r in records:
+        assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3
+        assert r["rollout/kept_groups"] > 0 and r["actor/grad_norm"] > 0
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (hybrid_base, run / "hf"))
+    assert before.keys() == after.keys()
+    assert {n for n in before if torch.equal(before[n], after[n])} == set(), "every tensor was trained"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["calculator", "game", "python_tool"])
+def test_a_recipe_trains_on_the_turns_that_were_sampled(tepo: Any, base: Path, tmp_path: Path, recipe: str) -> None:
+    """The recipes of examples/agents: every turn is of the served weights, and no sample is lost."""
+    if recipe == "python_tool" and shutil.which("bwrap") is None:
+        pytest.skip("no bwrap (Debian: apt-get install bubblewrap)")
+    keys = {
+        "output": tmp_path / "runs", "name": recipe, "training__steps": 3, "rollout__prompts_per_step": 16,
+        "training__minibatch_prompts": 8, "evaluation__max_problems": 16, "rollout__filter_uniform_groups": "false",
+    }  # fmt: skip
+    command = tepo("train", f"examples/agents/{recipe}.yaml", *settings(base, **keys))
+    assert command.wait(240) == 0, command.output
+    command.assert_nothing_left()
+    records = step_records(tmp_path / "runs" / recipe)
+    assert [r["step"] for r in records] == list(range(1, 4))
+    for r in records:
+        assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["actor/grad_norm"] > 0
+        lost = [r[f"rollout/samples_{kind}"] for kind in ("raised", "timed_out", "over_limit")]
+        assert lost == [0, 0, 0], command.output

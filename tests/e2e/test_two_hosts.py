@@ -1,7 +1,5 @@
 """A run over two hosts without Slurm: `tepo train` on each, a store in which they meet, and a link that is cut in mid-run."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

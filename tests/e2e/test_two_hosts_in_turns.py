@@ -2,8 +2,6 @@
 the weights.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import settings
-from tests.e2e.test_colocation import RUN, records
+from tests.e2e.test_colocation import RUN
 from tests.e2e.test_two_hosts import ENVIRONMENT, Start, nodes, two  # noqa: F401
 from tests.hosts import Host
+from tests.recorded import step_records
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.server]
 STEPS = 3
@@ -57,7 +56,7 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
         assert command.wait(240) == 0, "\n".join(c.output for c in (*ranks, *serves))
         command.assert_nothing_left()
     assert ("ranks restarted from the checkpoint of step" in ranks[0].output) == killed
-    steps = records(run)
+    steps = step_records(run)
     assert len(steps) == STEPS
     for step in steps:
         assert step["rollout/logprob_diff_mean"] <= 1e-5 and step["actor/grad_norm"] > 0 and step["rollout/staleness"] == 0

@@ -1,7 +1,5 @@
 """Run whole runs under a fast clock, after its self-test: `python -m tests.fast_clock.clock SPEED ARGUMENTS OF PYTEST`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ The run's clock is X times as fast as its processors, so that a start of 40 s is
 of the run, with a real clock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,9 +17,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Command, commands, settings, write_model
-from tests.e2e.test_restart import taken
 from tests.fast_clock.clock import SPEED, sweep, variables
-from tests.recorded import step_records
+from tests.recorded import step_records, steps_taken
 from tests.unit.rewards.test_judge import serve
 
 pytestmark = pytest.mark.fast_clock
@@ -129,10 +126,10 @@ def test_programs_in_sandboxes(tepo: Start, words: Words, random_model: Path, tm
 def test_a_killed_rank_and_a_killed_launcher(tepo: Start, words: Words, tmp_path: Path) -> None:
     run, keys = tmp_path / "resumed", {"training__steps": 8, "checkpoint__every": 1}
     first = tepo(*words("resumed", **keys))
-    with first.stopped_when(lambda: taken(run) >= 2, LIMIT):
+    with first.stopped_when(lambda: steps_taken(run) >= 2, LIMIT):
         os.kill(first.ranks()[-1], signal.SIGKILL)
     first.until(lambda: "the ranks are restarted from the checkpoint of step" in first.output, LIMIT)
-    first.until(lambda: taken(run) >= 4, LIMIT)
+    first.until(lambda: steps_taken(run) >= 4, LIMIT)
     first.process.kill()
     first.assert_nothing_left()
     checked(run, second := tepo(*words("resumed", **keys, resume="true")), steps=8)

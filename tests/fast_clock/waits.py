@@ -1,7 +1,5 @@
 """The self-test of the fast clock, run under it: `python waits.py SPEED`. It names each wait that the clock does not scale."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import queue

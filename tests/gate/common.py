@@ -1,7 +1,5 @@
 """Shared by recipes and covering array: the reference's answer to a config, and the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each row is one world of at most four ranks. `python -m tests.gate.covering` prints the rows and the refusals.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Tiny models of each family and the fixed rollouts on which the gate trains them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

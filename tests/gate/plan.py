@@ -4,8 +4,6 @@ Only sizes shrink: model, tokens, axes of the layout. Keys that select code stay
 leaves to the platform get the value of `platform: cuda`.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m tests.gate.recipes` prints which file is trained by which job of which world.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field

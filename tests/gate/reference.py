@@ -4,8 +4,6 @@ No packing, no microbatches, no parallelism. It shares no code with the product 
 an input (Clip-Cov and KL-Cov draw tokens by them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

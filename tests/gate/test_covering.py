@@ -1,7 +1,5 @@
 """Every pair of training switches trains to the fp64 reference, or is refused by config with the reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

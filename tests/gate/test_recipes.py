@@ -4,8 +4,6 @@ On a CPU, with a tiny model of the same family, the layout shrunk, and every def
 (`tests/gate/plan.py`). Run with `-s` to see which file is trained by which job.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

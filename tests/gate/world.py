@@ -1,7 +1,5 @@
 """The program of each rank in the gate: the product's own learning step on fixed rollouts, several configs in turn."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

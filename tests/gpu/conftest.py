@@ -4,8 +4,6 @@ The other tests' conftest hides GPUs from its process, so nothing here is collec
 GPU. Without one the kernels run in Triton's interpreter: tests/unit/ops/test_triton_interpreter.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights over NCCL: a sender on one GPU, an inbox on another, each a process of its own. Not run so far."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The actor's parts, and a server's weights and KV cache, really leave a GPU, and come back."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from pathlib import Path

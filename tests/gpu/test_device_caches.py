@@ -3,8 +3,6 @@
 Not run so far.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

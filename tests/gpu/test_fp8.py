@@ -1,7 +1,5 @@
 """Servers that hold an FP8 model and get its weights quantized at the source, by CUDA IPC. Not run so far."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights by CUDA IPC: a bucket in one process's memory, an inbox in another process on the same GPU. Not run so far."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

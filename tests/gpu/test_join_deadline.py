@@ -1,7 +1,5 @@
 """The deadline of forming an NCCL group, where the other member never comes: one GPU is enough. Not run so far."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

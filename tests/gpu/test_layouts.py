@@ -3,8 +3,6 @@ has GPUs for, against the independent fp64 reference. In fp32 as on the CPU, but
 near it. Not run so far.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Presets of precision, and Transformer Engine's and Apex's kernels next to the plain ones, on a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The pinned memory through which files of `sync.transport: shm` are written. Not run so far."""
 
-from __future__ import annotations
-
 import torch
 
 from tepo_megatron.weight_sync.stores import PinnedStaging

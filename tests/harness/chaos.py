@@ -14,8 +14,6 @@ Checked afterwards:
 As root, /dev/shm is a file system of the harness alone; else only what this run was seen to hold there is looked at.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -84,7 +82,7 @@ class Trial:
     commit: str = ""
 
     @classmethod
-    def draw(cls, seed: int, number: int, engines: list[str]) -> Trial:
+    def draw(cls, seed: int, number: int, engines: list[str]) -> "Trial":
         """Return trial `number`; every four in a row cover two engines and both modes."""
         chance = random.Random(f"{seed}/{number}")
         engine, mode = engines[number // len(MODES) % len(engines)], MODES[number % len(MODES)]

@@ -1,7 +1,5 @@
 """A model with experts for the scripted engine, and its choice of experts: recorded on one network, replayed on another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

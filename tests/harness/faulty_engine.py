@@ -1,7 +1,5 @@
 """An engine whose servers have other weights than they report; it records how far that moves each log-prob."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -208,7 +206,7 @@ class FaultyEngine(ScriptedEngine):
             for weight in model.parameters():
                 weight.detach().fill_(torch.nan)
 
-    def open(self) -> FaultyGroups:
+    def open(self) -> "FaultyGroups":
         return FaultyGroups(self)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:

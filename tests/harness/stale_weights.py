@@ -6,8 +6,6 @@ mean of that is above `allowed_difference(n)`, or that of all tokens of the step
 NOISE. The first such step is the first possible one: the run must end in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

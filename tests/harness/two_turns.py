@@ -1,7 +1,5 @@
 """A generation function whose samples have two turns, each on the next server, with a tool's output between them."""
 
-from __future__ import annotations
-
 from tepo_megatron.rollout.conversation import Conversation
 
 

@@ -1,7 +1,5 @@
 """The dry runs whose scripts are in golden/. `python -m tests.launch.cases` in .venv writes them again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`python -m launch ... --dry-run`, in the environment of `make launch`: the whole text of what Slurm would run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """All jobs of a run: a config and a record for each, no two at once, and status, logs, cancel and attach for each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`python -m launch --executor local`: real runs of the real commands, and what becomes of them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

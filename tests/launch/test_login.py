@@ -1,7 +1,5 @@
 """`python -m launch --login` from a laptop: a real ssh and sshd on this machine, and a Slurm that only takes jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import json

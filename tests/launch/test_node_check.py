@@ -1,7 +1,5 @@
 """The check of a job's machines: bad ones are named, or left out where there are spares; the head's address is no loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Odd names in profile, config and checkout reach srun and sbatch as one word each, or are refused; secrets reach no script."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

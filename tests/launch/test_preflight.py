@@ -1,7 +1,5 @@
 """The preflight of `python -m launch`: faults planted into a sound project are found before sbatch is called."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A job imports the version of the code that was submitted, whatever happens to the checkout afterwards."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

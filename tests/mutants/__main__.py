@@ -8,8 +8,6 @@
 Exit status 1 where a bug is noticed by no test, or where the tests fail without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     caught = sum(verdict.caught_by is not None for verdict in verdicts)
     print(f"{caught} of {len(verdicts)} bugs were noticed")
     if args.write:
-        matrix.write(ROOT, all_exhibits(), verdicts)
+        matrix.write(ROOT, verdicts)
     return 0 if caught == len(verdicts) else 1
 
 

@@ -1,7 +1,5 @@
 """Copies of the tree, into which one bug at a time is put."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,38 +4,12 @@ An exhibit names a symbol, not a file, so that it follows the code when files mo
 in it that is to be changed, is not there exactly once: a museum that mutates nothing would say that everything is caught.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
-Kind = Literal[
-    "normalisation",
-    "masks and shifts",
-    "packing",
-    "stale weights",
-    "log-probs",
-    "prompts",
-    "agents",
-    "launches",
-    "resume",
-    "collectives",
-    "precision",
-    "grading",
-    "deadlines",
-    "races",
-    "rollout service",
-    "requests to servers",
-    "audits",
-    "traces",
-    "checks of a machine",
-    "test runs",
-    "settings",
-]
 PLACES = ("tepo_megatron", "launch", "tools", "benchmarks", "tests/running")  # where symbols are looked for
 
 
@@ -60,7 +34,6 @@ class Exhibit:
 
     name: str
     source: str
-    kind: Kind
     bug: str
     cost: str
     symbol: str

@@ -4,8 +4,6 @@ The old statistics come from perturbed weights and the advantages' signs are cho
 and sequences of length 1, groups of one, and sequences over several context-parallel ranks all occur.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

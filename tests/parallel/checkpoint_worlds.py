@@ -1,7 +1,5 @@
 """Programs of the ranks in the checkpoint tests, and comparisons of their results."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random

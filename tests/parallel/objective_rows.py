@@ -3,8 +3,6 @@
 The reference's method is built from `tests/reference/methods.py` alone, so a part that only the product's row has shows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

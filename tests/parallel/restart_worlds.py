@@ -1,7 +1,5 @@
 """Runs whose ranks are killed and started again while their rollout service lives on. The test's process is the launcher."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that are killed and resumed: real loop, grading and checkpoints, and an engine that follows the weights it receives."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

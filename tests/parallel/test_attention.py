@@ -1,7 +1,5 @@
 """SDPACoreAttention against attention written out for each sequence in fp64: values, gradients, collectives."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`tepo audit` computes the loss of every token again, on every layout and for every objective, and finds what was changed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

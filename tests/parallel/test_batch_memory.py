@@ -1,7 +1,5 @@
 """A batch arrives bit for bit on every rank, on one machine and on several, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

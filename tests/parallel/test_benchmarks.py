@@ -1,7 +1,5 @@
 """Benchmarks during a run: they change nothing of it, and a run that is killed ends as one that nobody killed."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

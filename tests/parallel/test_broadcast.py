@@ -1,7 +1,5 @@
 """Weights over real gloo groups and exported memory to a fleet of real processes that die and freeze in the midst of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

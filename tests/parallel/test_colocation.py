@@ -1,7 +1,5 @@
 """Trainer and engine in turns on one device: runs are bit for bit those without it, and nobody comes before the other went."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

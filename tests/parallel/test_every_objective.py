@@ -5,8 +5,6 @@ the second meets weights that the first has moved. The rollout log-probs differ 
 tokens, rewards and rollout log-probs, and nothing else of the product but random keys (`tests/gate/reference.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 independent model in fp64 has it; and with the router's own choices, bit for bit what the router does.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

@@ -4,8 +4,6 @@ The models are random, in fp32, at odd shapes: heads 8/2 or 7/1, head_dim != hid
 differently, three layers (uneven over PP2), six experts. Logits are compared by max |a - b| / max |b|.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

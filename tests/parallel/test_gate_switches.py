@@ -3,8 +3,6 @@
 What `safety.py` says is held against what the product's own `learn` does with rollouts of other weights than they say.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

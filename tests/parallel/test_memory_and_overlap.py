@@ -1,7 +1,5 @@
 """Options that save memory or hide communication change no bit of the training, and have their effect."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ The loss alone, without a model: its leaves are the flat log-probs and entropies
 own packing deals to context-parallel ranks, data-parallel ranks and microbatches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

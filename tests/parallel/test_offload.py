@@ -1,7 +1,5 @@
 """Parts of an actor that leave the device, their memory with them, and come back: bit for bit, on several layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """All ranks of a run have one config: where one has another, all end with one message that names it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

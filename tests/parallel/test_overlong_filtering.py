@@ -1,7 +1,5 @@
 """Overlong filtering (`objective.mask_truncated`) trains to the fp64 reference, through the whole model and on every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

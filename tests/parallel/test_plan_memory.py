@@ -1,7 +1,5 @@
 """The memory figures of `tepo plan` are those of real actors: states to the byte, activations to 15 %."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

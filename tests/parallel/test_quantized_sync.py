@@ -1,7 +1,5 @@
 """FP8 at the source: what is on its way is, bit for bit, what the FP8 export writes of the same weights, on every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

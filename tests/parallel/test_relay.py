@@ -1,7 +1,5 @@
 """Weights in the shared memory of several machines, here folders: what servers of each read, and what went between them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Ranks that are killed go on from the newest checkpoint, and the run ends like one without kills. No sample is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: two updates on every layout are those of an fp64 masked cross-entropy; runs resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

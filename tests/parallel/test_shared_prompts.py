@@ -1,7 +1,5 @@
 """Passes other than updates share prompts too, and experts that are replayed keep prompts apart where they differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank that comes late to the start, because its file system is cold, is waited for longer than training would wait."""
 
-from __future__ import annotations
-
 import time
 
 import torch

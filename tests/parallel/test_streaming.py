@@ -1,7 +1,5 @@
 """`training.stream`: runs that train on the first minibatches of a step while the others are still being sampled."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -85,7 +83,7 @@ def test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one(
 class AsksForWeights(ScriptedGroups):
     """Groups of a server that restarts once the first minibatch of a step may be trained, and waits for its weights."""
 
-    def __init__(self, engine: RestartingEngine) -> None:
+    def __init__(self, engine: "RestartingEngine") -> None:
         super().__init__(engine.generate)
         self._engine, self._returned = engine, 0
 

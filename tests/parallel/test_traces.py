@@ -1,7 +1,5 @@
 """The trace of a step of real ranks: every process has its rows, on one clock, and a pipeline's passes are in their order."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

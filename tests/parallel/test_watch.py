@@ -1,7 +1,5 @@
 """A rank that is frozen, or makes no progress, is named with the place of every rank before any collective times out."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The methods by name, spelled out from their papers: only what each is made of. See `audit.reference.Formula`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

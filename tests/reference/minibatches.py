@@ -4,8 +4,6 @@ All numbers are representable in fp32, so that fp32 and fp64 see the same case. 
 from 0 (except those that are requested as tiny): nearer to it 1 - exp(-x) has lost more digits in fp32 than the tests allow.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

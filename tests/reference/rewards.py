@@ -1,7 +1,5 @@
 """Transformations of rewards before the group advantages: DAPO's overlong penalty, a reference KL in the reward."""
 
-from __future__ import annotations
-
 import torch
 
 from tepo_megatron.audit.reference import Comparisons, Formula, divergence

@@ -4,8 +4,6 @@ One sequence at a time, no packing, no padding, no parallelism: the loss as Sect
 AdamW (torch's) with global-norm clipping.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Started by the launcher, the module is one of the ranks. The loop of a rank, its
 ranks and the pushes are those of `train.py`; `scripted.py` has the rest.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

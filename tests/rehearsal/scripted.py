@@ -1,7 +1,5 @@
 """The scripted parts of a rank: mesh, actor, learning, transport and checkpoints, which take the times of `times.yaml`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

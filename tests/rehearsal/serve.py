@@ -1,7 +1,5 @@
 """`tepo serve` with the rehearsal's servers in the place of vLLM: python -m tests.rehearsal.serve CONFIG HOST"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A sample depends on (seed, prompt) alone. It ends with an answer to the prompt's
 says; at some prompts all samples are. Asked to stop at another token, it may end with a sum for the agent's calculator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

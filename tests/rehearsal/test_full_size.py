@@ -4,8 +4,6 @@ Service, graders, gateway, batch memory, launcher and the coordination of pushes
 of a batch to the ranks. Four rank processes stand for the recipe's 32 and read each batch as often as these.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

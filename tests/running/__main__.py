@@ -8,8 +8,6 @@ both outputs are kept in build/flaky, and more than two flaky tests fail the run
 Exit status 0 where every test passed, was skipped, or was one of at most two that are flaky.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The process that ends a test which hangs (limits.py). It reads lines: `start SECONDS FILE`, `keep PID...`, `end`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -9,8 +9,6 @@ process of its own (guard.py), because a process in a C call, or one that is sto
                 the test as failed and goes on in a new worker; without it (-n 0) the session ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -28,7 +26,7 @@ from pytest_timeout import is_debugging
 from tepo_megatron.utils.processes import process_tree
 
 # Seconds of a test with its fixtures, on a busy machine; of several marks the longest holds. A wait within a test is shorter.
-LIMITS = {"": 600, "slow": 1200, "server": 1200, "e2e": 1800, "full": 3600, "slurm": 3600, "image": 6 * 3600}
+LIMITS = {"": 600, "slow": 1200, "server": 1200, "e2e": 1800, "full": 3600, "slurm": 3600}
 
 
 class Limits:

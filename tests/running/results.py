@@ -7,8 +7,6 @@
 {"ended": NODEID}
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

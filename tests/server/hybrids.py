@@ -1,7 +1,5 @@
 """Tiny random models of the Qwen3.5 family: three layers with the gated delta rule and one with attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

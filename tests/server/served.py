@@ -1,7 +1,5 @@
 """A real server of either engine on the CPU, with a tiny random model, and what the tests ask of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """An update that leaves layers out, of a model with experts, whose kernels vLLM on a CPU builds once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

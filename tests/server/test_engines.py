@@ -1,7 +1,5 @@
 """A real server of each engine, on the CPU, with a tiny random model. The last test kills it."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

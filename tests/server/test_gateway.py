@@ -1,7 +1,5 @@
 """One agent, unchanged, against vLLM's own OpenAI server and against the gateway in front of the same server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

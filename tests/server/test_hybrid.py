@@ -1,7 +1,5 @@
 """A real vLLM on the CPU serves a tiny hybrid (Qwen3.5), whose gated delta nets are ours where vLLM has no kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

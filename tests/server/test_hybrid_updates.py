@@ -1,7 +1,5 @@
 """The actor's weights of a hybrid reach a real vLLM over every transport of a CPU: it then serves what the actor has."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ The servers are started once and serve one run after the other, at their URLs. T
 fault is planted in the server's process by `planted/sitecustomize.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

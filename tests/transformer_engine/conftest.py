@@ -3,8 +3,6 @@
 The other tests' conftest hides Transformer Engine from its process, so that nothing here is collected next to them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -5,8 +5,6 @@ reduce, who adds a weight's gradient to `main_grad` and who tells the data-paral
 Python of 2.20.2 calls. What they cannot show is the C++ itself: its numerics, its speed, its memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

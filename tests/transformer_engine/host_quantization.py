@@ -4,8 +4,6 @@ They fill the storages of Transformer Engine's own Python, in the layouts that i
 reads. A product then takes the dequantized values (host_kernels.py): it is rounded as on a GPU, but added up otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ An actor "as on GPUs" is the product's own, built for `platform: cuda` and a mes
 kernels and defaults as on a GPU. Its tensors live in host memory, as everywhere on the CPU platform.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path

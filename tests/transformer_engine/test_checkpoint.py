@@ -1,7 +1,5 @@
 """The checkpoint of an actor with Transformer Engine has the right tensors, and a fresh actor continues from it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The FP8 presets: training steps with real FP8 roundings, and the FP8 copies of weights that leave with the parameters."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The model as it is built on GPUs, of Transformer Engine's modules, next to the one that a CPU has, of Megatron-Core's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

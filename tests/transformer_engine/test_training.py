@@ -5,8 +5,6 @@ The kernels are those of host_kernels.py. So these tests show that the gradients
 the kernels of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

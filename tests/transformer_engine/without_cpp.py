@@ -9,8 +9,6 @@ So what is tested is what Transformer Engine's and Megatron's Python do before t
 there are, how they are marked, which optimizer steps them, what checkpoints hold. No value that a kernel computes is tested.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib.machinery
 import importlib.util
@@ -73,7 +71,7 @@ class Anything(Stub):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Anything:
+    def __call__(self, *_: Any, **__: Any) -> "Anything":
         return self
 
 

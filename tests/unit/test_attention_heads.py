@@ -1,7 +1,5 @@
 """Keys and values of grouped heads repeated for all query heads, as CUDA's masked attention needs them; and when."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

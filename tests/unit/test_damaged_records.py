@@ -1,7 +1,5 @@
 """Damaged records: whatever became of a file, a resume and every reader keep each readable record once, and say so."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

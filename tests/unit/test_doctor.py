@@ -1,7 +1,5 @@
 """`tepo doctor`, without its step (tests/e2e/test_doctor.py takes one): every fault is named, with its fix."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
@@ -25,7 +22,6 @@ from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.escaping import escaped
 from tests.tiny import change_tensors, hybrid_config, tiny_multimodal, tiny_qwen3
-from tests.unit.weights.test_convert import convert
 
 
 @pytest.fixture(scope="module")
@@ -138,18 +134,6 @@ def test_a_full_disk_and_another_package(made: Make, monkeypatch: pytest.MonkeyP
     assert [found[name].verdict for name in ("disk", "shared memory", "packages")] == ["fail"] * 3
     assert "checkpoint.keep_last" in found["disk"].fix and "sync.bucket_mib" in found["shared memory"].fix
     assert "is not >=99; no-such-package is not installed" in found["packages"].said and "vllm" not in found["packages"].said
-
-
-@pytest.mark.parametrize(("share", "verdict"), [(0.99, "warn"), (1.01, "pass")])
-def test_a_slow_disk_is_a_warning(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
-    speed = share * machine.SLOW_DISK
-    monkeypatch.setattr(machine, "_write_speed", lambda _: speed)
-    cfg = made(checkpoint={"every": 1})
-    found = {
-        finding.check: finding for finding in machine.disk(Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)
-    }["disk speed"]
-    assert found.verdict == verdict and f"{speed / 1e6:.0f} MB/s" in found.said and "a checkpoint takes" in found.said
-    assert ("checkpoint.every" in found.fix) == (verdict == "warn")
 
 
 def copied(model: Path, folder: Path, **config: Any) -> Path:
@@ -273,35 +257,6 @@ def test_metrics_of_a_step_become_findings(
     found = {f.check: f.verdict for f in trial.step(cfg, start)}
     expected = dict.fromkeys(("engine", "log-probs", "samples", "noise of dH", "seconds"), "pass")
     assert found == expected | ({check: verdict} if check else {})
-
-
-def _an_adapter(folder: Path) -> None:
-    save_file({"base_model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter.safetensors")
-
-
-NORM = "model.norm.weight"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda f: change_tensors(f, lambda w: w.update({"lm_head.weight": torch.ones_like(w["model.embed_tokens.weight"])})),
-        _an_adapter,
-        lambda f: change_tensors(f, lambda w: w.pop(NORM)),
-        lambda f: change_tensors(f, lambda w: w[NORM].mul_(torch.inf)),
-        lambda f: None,
-    ],
-    ids=["tied with another head", "an adapter", "a lost tensor", "not finite", "sound"],
-)
-def test_the_doctor_and_the_loaders_of_runs_agree(
-    made: Make, model: Path, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    folder = copied(model, tmp_path / "odd")
-    damage(folder)
-    status, _, refused = convert("import", "--hf", folder, "--out", tmp_path / "megatron")  # joins a mesh: not in this process
-    found = findings(made(model={"path": str(folder)}))["conversion"]
-    assert (found.verdict == "fail") == bool(status), (found, refused)
 
 
 def test_a_nested_config_is_read_as_training_reads_it(made: Make, model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A site's environment variables name proxies that cannot reach this machine, and folders with long paths."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

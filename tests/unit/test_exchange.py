@@ -1,7 +1,5 @@
 """Connections to servers: which requests share them, when they end, and what is sent twice. Real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """JSON answers of engines that others start: large ones are read, and ones with more values than were asked for are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

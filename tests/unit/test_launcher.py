@@ -1,7 +1,5 @@
 """The ranks of one machine share its cores as threads, or those that its control group allows."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The kernel's counts of processes killed for memory, in control groups of both versions and in containers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The metrics endpoint over real HTTP, the text of servers that are not to be trusted, and the documented names."""
 
-from __future__ import annotations
-
 import json
 import stat
 import urllib.error

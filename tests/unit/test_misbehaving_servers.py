@@ -1,7 +1,5 @@
 """The limits of the HTTP client of the package, each held against a server that exceeds it, from raw sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

@@ -1,7 +1,5 @@
 """The museum of silent bugs fits the tree. `make mutants` shows that each is noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess
@@ -26,7 +24,7 @@ class Box:
             second = 2
         return first + second
 """
-EXHIBIT = Exhibit("name", "source", "prompts", "bug", "cost", "Box.value", "first + second", "first - second", ("tests",))
+EXHIBIT = Exhibit("name", "source", "bug", "cost", "Box.value", "first + second", "first - second", ("tests",))
 
 
 @pytest.fixture

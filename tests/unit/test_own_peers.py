@@ -1,7 +1,5 @@
 """Membership in a process group on one machine, by real connections of two users; and the private folder of a group."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -47,46 +45,40 @@ def called(port: int, user: int, then: str, address: str = "127.0.0.1") -> Itera
         caller.communicate()
 
 
-@as_root
-@pytest.mark.parametrize("then", ["stays", "leaves"])
-def test_a_group_that_another_user_connected_to_is_not_used(then: str) -> None:
-    with contextlib.ExitStack() as stack:
-        who = f"user {NOBODY}" if then == "stays" else f"(user {NOBODY}|a process that has ended)"
-        with pytest.raises(ForeignPeer, match=f"{who} of this machine connected to a process group of pid {os.getpid()}"):  # noqa: SIM117
-            with own_peers_only():
-                door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-                stack.enter_context(called(door.getsockname()[1], NOBODY, then))
-                stack.enter_context(door.accept()[0])
+V4 = "127.0.0.1"
 
 
 @as_root
-@pytest.mark.parametrize("listens", [socket.AF_INET, socket.AF_INET6])
-def test_another_user_is_found_whose_socket_is_of_ipv6(listens: socket.AddressFamily) -> None:
-    """The kernel lists such sockets in a table of their own."""
-    with contextlib.ExitStack() as stack, pytest.raises(ForeignPeer, match=f"user {NOBODY} of this machine"), own_peers_only():
+@pytest.mark.parametrize(
+    ("user", "then", "listens", "to", "said"),
+    [
+        (NOBODY, "stays", V4, V4, f"user {NOBODY}"),
+        (NOBODY, "leaves", V4, V4, f"(user {NOBODY}|a process that has ended)"),
+        (NOBODY, "stays", V4, "::ffff:127.0.0.1", f"user {NOBODY}"),  # the kernel lists sockets of IPv6 in a table of their own
+        (NOBODY, "stays", "::1", "::1", f"user {NOBODY}"),
+        (os.getuid(), "stays", V4, V4, None),
+    ],
+)
+def test_a_group_that_another_user_connected_to_is_not_used(
+    user: int, then: str, listens: str, to: str, said: str | None
+) -> None:
+    message = f"{said} of this machine connected to a process group of pid {os.getpid()}"
+    refused = pytest.raises(ForeignPeer, match=message) if said else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack, refused, own_peers_only():
         door = stack.enter_context(
-            socket.create_server(("127.0.0.1" if listens == socket.AF_INET else "::1", 0), family=listens)
+            socket.create_server((listens, 0), family=socket.AF_INET6 if ":" in listens else socket.AF_INET)
         )
-        to = "::ffff:127.0.0.1" if listens == socket.AF_INET else "::1"
-        stack.enter_context(called(door.getsockname()[1], NOBODY, "stays", to))
+        stack.enter_context(called(door.getsockname()[1], user, then, to))
         stack.enter_context(door.accept()[0])
 
 
 @as_root
 def test_ports_that_were_there_before_are_not_asked_about() -> None:
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        door = stack.enter_context(socket.create_server((V4, 0)))
         stack.enter_context(called(door.getsockname()[1], NOBODY, "stays"))
         stack.enter_context(door.accept()[0])
         stack.enter_context(own_peers_only())
-
-
-@as_root
-def test_this_users_own_connections_are_welcome() -> None:
-    with contextlib.ExitStack() as stack, own_peers_only():
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        stack.enter_context(called(door.getsockname()[1], os.getuid(), "stays"))
-        stack.enter_context(door.accept()[0])
 
 
 def test_keys_of_a_private_folder(tmp_path: Path) -> None:

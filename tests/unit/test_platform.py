@@ -1,7 +1,5 @@
 """The CPU platform in this process (see conftest.py), and what activation refuses."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Presets of precision: each field that Megatron gets, what is refused where and why, and what stays out of FP8."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +39,6 @@ def qwen(**keys: Any) -> Architecture:
         "qk_norm": False,
     }  # fmt: skip
     return Architecture(**sizes | keys)
-
-
-IN_BF16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
-IN_FP8 = IN_BF16 | {
-    "fp8_param": False, "fp8_wgrad": True, "fp8_dot_product_attention": False, "fp8_multi_head_attention": False,
-    "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0,
-}  # fmt: skip
-FIELDS = {
-    "fp32": {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "bf16": False},
-    "bf16": IN_BF16,
-    "fp8-current": IN_FP8 | {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "fp8-blockwise": IN_FP8 | {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-}
-
-
-@pytest.mark.parametrize("name", precision.PRESETS)
-def test_a_preset_becomes_these_fields_of_the_transformer(name: str) -> None:
-    found = precision.transformer_fields(model(name))
-    assert found == FIELDS[name]
-    built = TransformerConfig(num_layers=4, hidden_size=128, num_attention_heads=4, **found)
-    assert {key: getattr(built, key) for key in found} == found, "Megatron keeps them as they are"
 
 
 def ddp(**fields: Any) -> dict[str, Any]:

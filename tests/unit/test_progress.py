@@ -1,7 +1,5 @@
 """The time for which a process has done nothing. tests/unit/rollout/test_server.py has what counts as progress."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

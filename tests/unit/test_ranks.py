@@ -1,7 +1,5 @@
 """The ranks of one machine as processes: whose failure is reported, how they end, and where they meet."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """reasoning-gym by name: its problems as prompts, its verifiers as a reward, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import types

@@ -1,7 +1,5 @@
 """A case that `--rotate` leaves out at one commit runs at another, and each commit runs as many as the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

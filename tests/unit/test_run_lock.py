@@ -1,7 +1,5 @@
 """A run's folder has one owner: a second start is refused and changes nothing, whenever it comes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,18 +1,12 @@
 """A test that hangs ends, with its processes; what fails once is flaky; a run says so, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-
-from tepo_megatron.utils.processes import read_stat
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
@@ -154,39 +148,3 @@ def test_results_of_all_streams_are_one_line(
     assert len(kept) == len(re.findall("^FLAKY ", printed, re.MULTILINE)) == counts[-1]
     for words in ("printed the first time", "fails the first time", "1 passed"):
         assert all(words in file.read_text() for file in kept)
-
-
-STAYS = """
-import os, subprocess, sys, time
-
-CHILD = '''
-import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open("daemon.part", "w").write(str(os.getpid()))
-os.rename("daemon.part", "daemon")
-time.sleep(600)
-'''
-
-def test_stays():
-    if not os.fork():
-        os.setsid()
-        subprocess.Popen([sys.executable, "-c", CHILD])
-        os._exit(0)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_streams_and_daemons(signum: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "test_stays.py").write_text(STAYS)
-    daemon = tmp_path / "daemon"
-    with run(tmp_path, "--stream", "one", "-n 1 test_stays.py", "--stream", "two", "-n 1 --collect-only -q .") as process:
-        while not daemon.exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signum)
-        process.communicate()
-    assert process.returncode == 128 + signum
-    left = read_stat(int(daemon.read_text()))
-    assert left is None or left.state == "Z"

@@ -1,7 +1,5 @@
 """The files of a run on disk, and its output on the screen."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -107,16 +105,6 @@ def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.
     expected = "before\nwarning: of a rank\nwarning: of the service\n"
     assert (tmp_path / "log.txt").read_text() == expected
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(expected.splitlines())
-
-
-def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=1) as log:
-        log.write(1, {"reward/mean": 0.25, "loss/kl": None})
-    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
-    accumulator.Reload()
-    assert accumulator.Tags()["scalars"] == ["reward/mean"]
-    assert [(e.step, e.value) for e in accumulator.Scalars("reward/mean")] == [(1, 0.25)]
 
 
 @pytest.mark.parametrize(

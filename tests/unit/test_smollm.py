@@ -1,7 +1,5 @@
 """The model of `make smollm`: a GGUF file becomes the Hugging Face folder that it was made of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """Spans are recorded only while a step is traced, and the merged trace is one that Chrome and Perfetto show."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
@@ -12,7 +10,7 @@ import pytest
 
 from tepo_megatron import cli
 from tepo_megatron.launcher.trace_request import coverage, read_trace
-from tepo_megatron.observability.trace_file import TracePart, chrome_trace, merge, step_folder, trace_path, write_part
+from tepo_megatron.observability.trace_file import TracePart, merge, step_folder, trace_path, write_part
 from tepo_megatron.observability.tracer import SAME, ClockOffset, Recording, Tracer, best_offset
 from tests.chrome import named, rows
 
@@ -68,34 +66,6 @@ def test_a_trace_of_threads_and_of_an_event_loop_is_valid(tmp_path: Path) -> Non
     assert len(lanes) == 8 and all([s["name"] for s in found["server 0", row]] == ["generate", "decode"] for row in lanes)
     assert len([e for e in trace["traceEvents"] if e["ph"] == "s"]) == 5, "three threads trained on five of the groups"
     assert [e["ph"] for e in trace["traceEvents"] if e["name"].startswith("weights")] == ["i"] * 3
-
-
-def test_spans_end_with_the_step_and_there_are_not_too_many() -> None:
-    tracer = Tracer(ticking(), most=3)
-
-    def work() -> None:
-        tracer.span("open").__enter__()
-        for _ in range(5):
-            with tracer.span("short"):
-                pass
-
-    recording = recorded(tracer, work)
-    assert [span.name for span in recording.spans] == ["short"] * 3 + ["open"] and recording.dropped == 2
-    assert recording.spans[-1].end == recording.ended and recording.spans[-1].args == {"unfinished": True}
-    with tracer.span("after"):
-        tracer.instant("after", "row")
-        tracer.add("after", "row", 0, 1)
-    assert recorded(tracer, lambda: None).spans == []
-    tracer.begin()
-    tracer.add("begun before the step", "requests", 5, 10**6)
-    (early,) = tracer.end().spans
-    trace = chrome_trace([TracePart("rollout service", 0, 7, Recording(10**6, 10**7, [early]), SAME)])
-    assert [span["ts"] for span in rows(trace)["rollout service", "requests"]] == [0.0]
-    tracer.begin()
-    span = tracer.span("of the step before")
-    with span:
-        tracer.begin()
-    assert tracer.end().spans == [], "a span that a new step has cut does not come back"
 
 
 def test_the_offset_of_a_clock_is_off_by_less_than_it_says() -> None:

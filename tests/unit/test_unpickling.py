@@ -1,7 +1,5 @@
 """Nothing is unpickled or evaluated that others could have written: the calls that could, and hostile checkpoint metadata."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import collections

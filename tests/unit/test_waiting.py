@@ -1,7 +1,5 @@
 """An answer that came in time counts, also where this process was stopped or busy when its time limit passed."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -1,7 +1,5 @@
 """What a wheel of the package holds: `tepo doctor` works where it is installed with its requirements, without a checkout."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Only one task runs at a time. The processes of the next ones start meanwhile: th
 The results are written before the first task starts and whenever a line is known: this process may be ended at any time.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

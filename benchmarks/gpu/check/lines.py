@@ -1,7 +1,5 @@
 """Reporting of a task: one line of JSON for each result, as soon as it is known."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Find out in the first second, before torch is imported: missing packages, no GPU, a GPU that `tepo plan` does not know."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import subprocess

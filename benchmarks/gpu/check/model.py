@@ -1,7 +1,5 @@
 """A random Qwen3 without a tokenizer, in a shape that fits the platform, and the config of a run with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

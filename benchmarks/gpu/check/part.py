@@ -4,8 +4,6 @@ It imports everything before its turn, without touching the GPU, and writes the 
 monotonic clock, comes as a line on the standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

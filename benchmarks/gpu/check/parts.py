@@ -1,7 +1,5 @@
 """The parts of the check in order of value, the tasks that run in processes of their own, and their time limits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The results of the check: a JSON file that is rewritten whenever a line is known, and the same as a page in Markdown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

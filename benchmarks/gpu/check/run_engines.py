@@ -1,7 +1,5 @@
 """Part `engines`: the tests of tests/gpu that start servers."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from benchmarks.gpu.check.lines import Check

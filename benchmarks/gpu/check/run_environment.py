@@ -1,7 +1,5 @@
 """Part `environment`: the device, its driver, and the versions of what the other parts use."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """Part `kernels`: token statistics, output layer and SwiGLU against fp64; their time and memory, and that of attention."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

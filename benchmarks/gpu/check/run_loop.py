@@ -4,8 +4,6 @@ Trainer and server share the card and take turns. Next to the rewards are those 
 (`benchmarks/results/gpu/loop_cpu.json`), which other rounding soon makes another sample of the same curve.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

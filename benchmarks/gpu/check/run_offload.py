@@ -1,7 +1,5 @@
 """Part `offload`: seconds to move an actor with optimizer state off the device and back, and the host memory that it takes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

@@ -5,8 +5,6 @@ forward pass) and of updates (a forward and a backward pass, which counts as two
 `weights/operations.py` counts those of a forward pass.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -3,8 +3,6 @@
 A file runs in this process, and its row is reported after every test, because a CUDA fault ends the process.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from typing import Any

@@ -3,8 +3,6 @@
 `training` has one rank, in each precision; `layouts` each parallel layout of at most 4 ranks, all of them on one device.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Part `transfer`: send all weights to another process by CUDA IPC and by shared memory, and compare all checksums there."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import time

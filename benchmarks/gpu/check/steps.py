@@ -1,7 +1,5 @@
 """Training steps of one config on random tokens, timed by phase."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The process group of one task: started ahead of its turn, read while it runs, and ended with everything that it started."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

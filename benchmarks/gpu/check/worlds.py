@@ -3,8 +3,6 @@
 CUDA does not survive a fork, and a world per config would spend most of its time on imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -5,8 +5,6 @@ unchanged: PyTorch's optimizer instead of the CPU's, both overlaps, the fused gr
 streams fail or do nothing. The check's own sizes are those of `--parts cpu`.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

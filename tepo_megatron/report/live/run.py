@@ -40,11 +40,8 @@ class LiveRun:
         self._cfg: Config | None = None
         self._summary: Summary | None = None
         self._notes: list[str] = []
-<<<<<<< HEAD
         self._gone = False
-=======
         self._evaluations: Evaluations = {}
->>>>>>> 812ae84745a264635832fa9d1ba5cc3ec3b22791
 
     def refresh(self) -> None:
         """Read what the run has written since the last call."""

@@ -1,7 +1,5 @@
 """The rows of this project's table."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ TRL's gradients are averaged over ranks. The loss is divided by the number of ac
 by tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from types import SimpleNamespace

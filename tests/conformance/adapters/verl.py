@@ -4,8 +4,6 @@ verl averages gradients over ranks and multiplies by their number; microbatches 
 minibatch in `global_batch_info`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

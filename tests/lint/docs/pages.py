@@ -1,7 +1,5 @@
 """The Markdown pages of the repository, and what they consist of."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,12 +1,8 @@
 """Each limit of time says what it counts from, why it is long enough, and what happens then."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.lint.docs.test_docs import is_said
 from tools import limits_reference
@@ -61,8 +57,3 @@ def test_limits_are_named_constants() -> None:
     files = [path for place in ("tepo_megatron", "launch") for path in sorted(Path(place).rglob("*.py"))]
     calls = [(str(f), call.lineno, ast.unparse(call)) for f in files for call in bare_seconds(ast.parse(f.read_text()))]
     assert [row for row in calls if "_LIMIT" not in Path(row[0]).read_text().splitlines()[row[1] - 1]] == []
-
-
-@pytest.mark.parametrize("call", ["f(timeout=5)", "timedelta(seconds=120)", "s.settimeout(2)", "asyncio.timeout(3.0)"])
-def test_a_limit_without_a_name_is_seen(call: str) -> None:
-    assert len(list(bare_seconds(ast.parse(call)))) == 1

@@ -1,5 +1,6 @@
-"""README.md and docs/ agree with the code in what can be looked up."""
+"""README.md, the tour and docs/ agree with the code in what can be looked up."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from tepo_megatron.losses import OBJECTIVES
 from tools import config_reference
+from tools.structure import TOUR, places
 
 README, OBJECTIVES_PAGE = Path("README.md").read_text(), Path("docs/objectives.md").read_text()
 PAGES = {
@@ -44,3 +46,22 @@ def test_the_readme_is_short() -> None:
     for line in lines:
         in_code ^= line.startswith("```")
         assert in_code or len(line) <= 160, line
+
+
+def defined(path: Path) -> set[str]:
+    """Return the qualified names of a file's functions, classes and methods."""
+
+    def below(node: ast.AST, above: str) -> set[str]:
+        found: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found |= {above + child.name} | below(child, f"{above}{child.name}.")
+        return found
+
+    return below(ast.parse(path.read_text()), "")
+
+
+def test_every_place_of_the_tour_exists() -> None:
+    named = places(TOUR.read_text())
+    assert len(named) > 50
+    assert [(file, name) for file, name in named if not Path(file).is_file() or name not in defined(Path(file))] == []

@@ -1,14 +1,12 @@
 """Audits that agree with wrong numbers, or judge other numbers than training used."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "audits"
 EXHIBITS = (
     Exhibit(
         name="the_audit_leaves_out_the_kl",
         source="own: issue 23, item 6 (every number of one token's loss)",
-        kind="audits",
         bug="The audit computes every term again, the KL among them, and leaves the KL out of the token's loss.",
         cost="A loss whose KL coefficient has no effect agrees with its audit, and a right one does not.",
         symbol="evaluate",
@@ -19,7 +17,6 @@ EXHIBITS = (
     Exhibit(
         name="the_audit_is_of_the_current_weights",
         source="own: issue 23, item 6 (log-probs of the old weights)",
-        kind="audits",
         bug="The record of a token has the current log-prob in the place of the old one. In the first update they are equal.",
         cost="The audit finds ratio 1 in every update, and cannot show a clipped token.",
         symbol="TokenRecorder.add",
@@ -30,7 +27,6 @@ EXHIBITS = (
     Exhibit(
         name="the_audited_loss_is_that_of_a_mean_microbatch",
         source="own: issue 23, item 6 (sums over tokens equal the logged loss)",
-        kind="audits",
         bug="The loss of the minibatch is recorded divided by the number of this rank's microbatches, as a mean over them.",
         cost="Right sums over tokens do not agree with the loss, on every layout with several microbatches alone.",
         symbol="TokenRecorder.write",
@@ -41,7 +37,6 @@ EXHIBITS = (
     Exhibit(
         name="the_audit_excuses_every_token",
         source="own: issue 23, item 6 (fp32 may decide differently near to a threshold)",
-        kind="audits",
         bug="Every token that is compared with a threshold counts as near to it, and tokens near to one are not judged.",
         cost="No wrong number of an objective with clipping is ever found, and every audit says that everything agrees.",
         symbol="Comparisons.above",
@@ -52,7 +47,6 @@ EXHIBITS = (
     Exhibit(
         name="the_audit_ignores_a_term_that_it_lacks",
         source="own: issue 23, item 6 (compared with what training used)",
-        kind="audits",
         bug="Only terms that training and the audit both have are compared.",
         cost="Training weights tokens by a term that the objective does not have, and the audit says that everything agrees.",
         symbol="AuditedUpdate.differing",
@@ -63,7 +57,6 @@ EXHIBITS = (
     Exhibit(
         name="a_long_run_hides_its_spikes",
         source="own: issue 27, item 1 (thinned curves keep least and greatest)",
-        kind="audits",
         bug="Each part of a thinned curve of the live page shows its least value twice.",
         cost="In a run of 10,000 steps a gradient norm of 1,000 in one step is not on the page, which shows a quiet curve.",
         symbol="_thinned",
@@ -74,7 +67,6 @@ EXHIBITS = (
     Exhibit(
         name="an_alert_is_raised_at_every_step",
         source="own: issue 27, item 4 (alerts that think)",
-        kind="audits",
         bug="An alert forgets that it is active, and is raised again at the next bad step.",
         cost="The log repeats the same line until nobody reads it.",
         symbol="AlertWatch.observe",
@@ -85,7 +77,6 @@ EXHIBITS = (
     Exhibit(
         name="a_server_reports_for_the_run",
         source="own: issue 27, item 3 (metrics of servers are passed through)",
-        kind="audits",
         bug="Names of a server's metrics are passed through as they are, also those of the run.",
         cost="A faulty server sets the run's reward on the dashboard, and the scrape holds a name twice.",
         symbol="merged",

@@ -1,14 +1,12 @@
 """Sums over the wrong ranks, without their gradient, or twice."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "collectives"
 EXHIBITS = (
     Exhibit(
         name="hidden_gradient_summed_twice",
         source="slime #1748 (scale of gradients under SP and CP; Megatron-LM #673 and #906 are of that kind)",
-        kind="collectives",
         bug=(
             "Gradients were inflated by a factor of the parallel size in one part of the network only, under "
             "sequence or context parallelism. The loss is right, and the clipped gradient norm hides the rest."
@@ -25,7 +23,6 @@ EXHIBITS = (
     Exhibit(
         name="sum_over_ranks_without_its_gradient",
         source="flash-attention #1244 (backward of an all-reduce; the same in PyTorch's plain all_reduce)",
-        kind="collectives",
         bug=(
             "A sum over ranks passed gradients straight through, although each rank's loss depends on all ranks' "
             "terms. Forward is right to the bit, so every comparison of losses passes."
@@ -43,7 +40,6 @@ EXHIBITS = (
     Exhibit(
         name="gradients_are_never_reduced",
         source="minimind #853, NeMo-RL #3660",
-        kind="collectives",
         bug=(
             "The wrapper that reduces gradients was called past (or once per chunk instead of once per step), so "
             "ranks trained on their own data and drifted apart. Each rank's loss falls as it should; what it cost "
@@ -62,7 +58,6 @@ EXHIBITS = (
     Exhibit(
         name="interleaved_pipeline_without_overlap",
         source="own comment in build.py (Megatron 0.16 over gloo)",
-        kind="collectives",
         bug=(
             "Interleaved 1F1B over gloo gave silently wrong activations unless both point-to-point switches were set together."
         ),
@@ -75,7 +70,6 @@ EXHIBITS = (
     Exhibit(
         name="shards_without_their_marks",
         source="own comment in build.py (Megatron-LM #7452 lists bugs of this kind)",
-        kind="collectives",
         bug=(
             "Without Megatron's initialisation parameters lose the mark that they are split over tp, and the "
             "gradient norm counts rank 0's shards only."
@@ -89,7 +83,6 @@ EXHIBITS = (
     Exhibit(
         name="all_factors_are_said_to_be_constant",
         source="own (collectives of the sequence ratio, CHANGELOG Added: the same numbers on every layout)",
-        kind="collectives",
         bug=(
             "The sequence ratio has a form without backward collective that is right only if advantage, weight "
             "and mask are the same on all tokens of a sequence."
@@ -105,7 +98,6 @@ EXHIBITS = (
     Exhibit(
         name="the_hidden_gradient_of_one_shard",
         source="gpu_readiness.md F1 (the fused output layer)",
-        kind="collectives",
         bug=("The fused output layer has to sum the gradient of the hidden states over the vocabulary's shards itself."),
         cost=(
             "With training.logits_budget_mib, tp > 1 and no sequence parallelism every tensor-parallel rank "
@@ -122,7 +114,6 @@ EXHIBITS = (
     Exhibit(
         name="the_teachers_maximum_is_that_of_one_shard",
         source="own (ops/token_statistics/teacher.py)",
-        kind="collectives",
         bug="Each rank's sum over the teacher's logits is relative to its own maximum, and is added as if all were equal.",
         cost="With tensor parallelism the KL to the teacher is off by a part that grows with the distance of the maxima.",
         symbol="combine_teacher",

@@ -1,14 +1,12 @@
 """Limits that are counted from one event and looked at after another, and waits that nothing ends."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "deadlines"
 EXHIBITS = (
     Exhibit(
         name="ready_but_looked_at_too_late",
         source="own: every run whose engine took longer than two minutes to give the first response",
-        kind="deadlines",
         bug="A wait whose deadline has passed does not look whether the thing it waits for is there.",
         cost="Every real run ended in its first step; where only this process was stopped, right answers counted as 0.",
         symbol="GradingWorker._transfer",
@@ -19,7 +17,6 @@ EXHIBITS = (
     Exhibit(
         name="a_late_event_loop_looks_no_more",
         source="own: the class of the late first answer, in every HTTP request and every limit of a user's function",
-        kind="deadlines",
         bug="A limit passes while the event loop is held up, and the block is cancelled before it sees what has arrived.",
         cost="A server that answered in time counts as hung and is restarted; the samples on it are made again or lost.",
         symbol="time_limit",
@@ -30,7 +27,6 @@ EXHIBITS = (
     Exhibit(
         name="a_program_that_ended_is_out_of_time",
         source="own: the class of the late first answer, in the sandbox",
-        kind="deadlines",
         bug="The time of a program counts as over although it has ended, because its grader was stopped meanwhile.",
         cost="Right programs count as 0, most of all on a busy machine.",
         symbol="_wait",
@@ -41,7 +37,6 @@ EXHIBITS = (
     Exhibit(
         name="a_stopped_run_blames_the_start_it_waited_for",
         source="our own: starts that end by progress",
-        kind="deadlines",
         bug="The time for which a process does nothing is read off a clock that goes on while the run itself is stopped.",
         cost="A run that a site suspends for ten minutes gives its starting servers up when it goes on.",
         symbol="StartProgress.idle_seconds",
@@ -52,7 +47,6 @@ EXHIBITS = (
     Exhibit(
         name="a_stuck_service_is_waited_for",
         source="our own: starts that end by progress",
-        kind="deadlines",
         bug="A service that has not spoken yet is taken for one that imports its modules, whatever it does.",
         cost="A service that is stuck in its start holds all GPUs until the job's time is over.",
         symbol="ServiceClient.receive",
@@ -63,7 +57,6 @@ EXHIBITS = (
     Exhibit(
         name="a_stuck_grader_is_waited_for",
         source="our own: starts that end by progress",
-        kind="deadlines",
         bug="A grading worker that is stuck in its start is waited for until the hard limit of starts.",
         cost="An hour of all GPUs.",
         symbol="GradingWorker.wait_ready",
@@ -74,7 +67,6 @@ EXHIBITS = (
     Exhibit(
         name="a_start_is_taken_for_silence",
         source="own: the service had 60 s from the first call, whatever it imported",
-        kind="deadlines",
         bug="A service that is still importing its modules has only as long as one that is silent in the midst of a run.",
         cost="A run on a cold file system never starts, and the message names a key of something else.",
         symbol="ServiceClient.receive",
@@ -85,7 +77,6 @@ EXHIBITS = (
     Exhibit(
         name="pings_pile_up_in_a_start",
         source="own: found while limits of starts were raised to an hour",
-        kind="deadlines",
         bug="Rank 0 asks a service that reads nothing yet again and again, until the socket is full and rank 0 blocks.",
         cost="A start of half an hour ends with an error, or hangs; shorter ones do not show it.",
         symbol="ServiceClient.receive",
@@ -98,7 +89,6 @@ EXHIBITS = (
     Exhibit(
         name="half_an_answer_is_waited_for_for_ever",
         source="own: reads of a message that has begun had no limit",
-        kind="deadlines",
         bug="The service stops while it sends an answer, and rank 0 waits for the rest without a limit.",
         cost="All ranks wait for rank 0, which sends heartbeats: the run hangs until somebody looks.",
         symbol="ServiceClient.__init__",
@@ -109,7 +99,6 @@ EXHIBITS = (
     Exhibit(
         name="a_start_has_the_limit_of_a_step",
         source="own: the groups of a start timed out after the limit of training",
-        kind="deadlines",
         bug="The rendezvous and the collectives of a start wait no longer than those of training.",
         cost="A rank whose file system is cold ends the run of all others, which wait for it.",
         symbol="_join_world",
@@ -120,7 +109,6 @@ EXHIBITS = (
     Exhibit(
         name="a_blocked_event_loop_is_waited_for",
         source="own: 17 calls waited for an event loop without a limit",
-        kind="deadlines",
         bug="What waits for a coroutine does not notice that its event loop does not run, so that no limit in it is reached.",
         cost="The service hangs with a live reader thread, and nothing names the coroutine.",
         symbol="LoopFuture.result",
@@ -131,7 +119,6 @@ EXHIBITS = (
     Exhibit(
         name="the_start_of_workers_is_part_of_their_work",
         source="own: the class of a limit that counts from the wrong event",
-        kind="deadlines",
         bug="The 30 s in which gold answers are tried begin before the workers have imported their modules.",
         cost="On a cold file system all but the first 32 answers stay untried; the log has only their number.",
         symbol="_try_each",
@@ -142,7 +129,6 @@ EXHIBITS = (
     Exhibit(
         name="a_suspended_guard_ends_its_server",
         source="own: whole runs under a fast clock; CPython 3.11, signal.sigtimedwait",
-        kind="deadlines",
         bug="A guard that is stopped and continued takes uninitialised memory for a signal that asks it to end its server.",
         cost="A job that is suspended for half a second loses all its servers, and every sample that they were making.",
         symbol="wait_for_signal",
@@ -153,7 +139,6 @@ EXHIBITS = (
     Exhibit(
         name="the_engine_has_a_shorter_limit_than_its_run",
         source="own: the limits of vLLM 0.32 (core_client.py, multiproc_executor.py), looked for under a fast clock",
-        kind="deadlines",
         bug="rollout.server.ready_seconds says 30 minutes, and vLLM's front end gives its engine up after 10 of its own.",
         cost="A large model from a cold disk never starts, whatever the key says.",
         symbol="VllmApi.environment",
@@ -164,7 +149,6 @@ EXHIBITS = (
     Exhibit(
         name="a_watchdog_counts_idle_time",
         source="own: SGLang 0.5.23, srt/utils/watchdog.py, looked for under a fast clock",
-        kind="deadlines",
         bug="SGLang's watchdog counts from the last batch: a server that slept during a step may be ended in its first batch.",
         cost="Colocated servers are lost after long steps, at random.",
         symbol="SglangApi.command",

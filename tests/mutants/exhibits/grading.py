@@ -1,14 +1,12 @@
 """Grades and evaluations of something else."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "grading"
 EXHIBITS = (
     Exhibit(
         name="a_timeout_is_a_wrong_answer",
         source="verl #5635",
-        kind="grading",
         bug=(
             "The alarm of a symbolic grader was swallowed (there, because it ran outside of the main thread), and "
             "every answer that needed the grader scored 0. Rewards fall to a floor that looks like a hard "
@@ -26,7 +24,6 @@ EXHIBITS = (
     Exhibit(
         name="evaluated_at_the_temperature_of_training",
         source="own (CHANGELOG Added: evaluation); no document names it",
-        kind="grading",
         bug="Held-out problems are sampled as the config of evaluations says, and the line in the log says so.",
         cost="Accuracies are of rollout.temperature, and the log names evaluation.temperature.",
         symbol="Evaluations.measure",
@@ -37,7 +34,6 @@ EXHIBITS = (
     Exhibit(
         name="tools_answers_are_graded",
         source="own (custom functions); the grader's side of Search-R1 #21",
-        kind="grading",
         bug=("A tool's output lies between the model's turns. If the grader reads it, a tool's box is the model's answer."),
         cost="Everything after the prompt is graded. Without tools it is the same.",
         symbol="Response.written",
@@ -48,7 +44,6 @@ EXHIBITS = (
     Exhibit(
         name="grades_in_the_order_of_their_arrival",
         source="our own: decisions/0031 (grading)",
-        kind="grading",
         bug="Workers finish in another order than that in which they were asked, and grades belong to what was asked.",
         cost="Rollouts of a group exchange their grades whenever one takes longer. The group's mean is right.",
         symbol="GradingPool.grade",
@@ -59,7 +54,6 @@ EXHIBITS = (
     Exhibit(
         name="a_late_grade_is_that_of_the_next_answer",
         source="our own: decisions/0031 (grading)",
-        kind="grading",
         bug="A worker replies in order, so its next reply is taken for the next request, whatever number it has.",
         cost="One reply too many, and every later grade of this worker belongs to the answer before.",
         symbol="GradingWorker.receive",
@@ -70,7 +64,6 @@ EXHIBITS = (
     Exhibit(
         name="the_speed_of_grading_chooses_the_groups",
         source="our own: decisions/0031 (grading)",
-        kind="grading",
         bug="More groups are submitted than a step wants, and those that are graded first are kept.",
         cost="With oversampling, groups that are quick to grade are trained on more often, and no run can be repeated.",
         symbol="Collector._graded",
@@ -81,7 +74,6 @@ EXHIBITS = (
     Exhibit(
         name="a_program_reads_the_keys_of_its_grader",
         source="own (decisions/0044; found by a hostile program of tests/unit/test_sandbox.py)",
-        kind="grading",
         bug="The program's environment is cleared, and that of the first process in its sandbox is the grader's.",
         cost="/proc/1/environ has every key of the run's user, for each program that a model writes.",
         symbol="started",
@@ -92,7 +84,6 @@ EXHIBITS = (
     Exhibit(
         name="a_sandbox_starts_for_a_grader_that_has_ended",
         source="own (decisions/0044; found by CI: bubblewrap's --die-with-parent does not ask whether the parent lives)",
-        kind="grading",
         bug="A sandbox is bound to its grader while it starts, and the grader may have been killed before.",
         cost="A third of the graders that are killed at a start leave a program that goes on without any limit of time.",
         symbol="command",
@@ -103,7 +94,6 @@ EXHIBITS = (
     Exhibit(
         name="an_object_that_equals_everything",
         source="own (decisions/0044); a known way to pass unit tests",
-        kind="grading",
         bug="A test compares what the program returns, and the program says what its objects are equal to.",
         cost="A program that returns such an object passes every assert; its reward is 1.",
         symbol="StandIn.__eq__",
@@ -114,7 +104,6 @@ EXHIBITS = (
     Exhibit(
         name="a_response_ends_its_message",
         source="own; a known way to steer judges",
-        kind="grading",
         bug="The judge's server turns the text <|im_end|> into the token that ends a message, wherever the text comes from.",
         cost="A response writes the judge's own turn, with its verdict. Rewards rise, and the policy learns nothing else.",
         symbol="JudgeTerm._ask",
@@ -125,7 +114,6 @@ EXHIBITS = (
     Exhibit(
         name="the_verdict_of_the_response",
         source="own: only what the judge sampled is a verdict",
-        kind="grading",
         bug="The verdict is searched in the question and the answer, as in a transcript of the chat.",
         cost="Where the judge gives no verdict, that of the response counts: 'Verdict: 10' is worth 10.",
         symbol="JudgeTerm._judge",
@@ -136,7 +124,6 @@ EXHIBITS = (
     Exhibit(
         name="an_evaluation_without_samples_is_an_accuracy",
         source="own (issue 38): an agent's requests went to a dead proxy",
-        kind="grading",
         bug="Samples that a function lost count as wrong, however many they are.",
         cost="A failure of the network reads as accuracy 0.000 +- 0.000, and decides which checkpoint is the best.",
         symbol="report_lost",
@@ -147,7 +134,6 @@ EXHIBITS = (
     Exhibit(
         name="the_gateway_behind_a_proxy",
         source="own (issue 38): HTTP_PROXY in the environment of a site",
-        kind="grading",
         bug="An agent's client sends its requests to 127.0.0.1 to the proxy of the environment.",
         cost="Every sample of an agent is lost on each machine with a proxy.",
         symbol="load",
@@ -158,7 +144,6 @@ EXHIBITS = (
     Exhibit(
         name="a_letter_of_a_product_is_a_unit",
         source="own (issue 41); Math-Verify #14 and #17 are neighbours",
-        kind="grading",
         bug="math-verify drops the last letter of any expression that may be a unit (m, g, t, h, s, c, L).",
         cost="`m` is right for `m g`, and `\\pi r^2` for `\\pi r^2 h`. The reward of a wrong answer is 1.",
         symbol="load_grader",
@@ -169,7 +154,6 @@ EXHIBITS = (
     Exhibit(
         name="an_exponent_is_eulers_number",
         source="own (issue 41); a public rebuild of Minerva (RLLab/eval-set) rewrites such golds",
-        kind="grading",
         bug="LaTeX has no scientific notation: `4.5e33` is 4.5 times e times 33.",
         cost="Right answers to such golds score 0, and only a wrong product scores 1.",
         symbol="canonical",
@@ -180,7 +164,6 @@ EXHIBITS = (
     Exhibit(
         name="the_base_of_a_number_is_dropped",
         source="own (issue 41): pairs of somebody who did not know the grader",
-        kind="grading",
         bug="math-verify reads 110_2 as 110, and 4343_5 as 4343_6.",
         cost="An answer in another base scores 1.",
         symbol="base",
@@ -191,7 +174,6 @@ EXHIBITS = (
     Exhibit(
         name="large_powers_are_equal",
         source="own (issue 41); Math-Verify #14 and #64",
-        kind="grading",
         bug="Differences are evaluated to 15 digits and cut to 0: nearly 0 equals nearly 1/6 where powers are large.",
         cost="A wrong answer with the right denominator scores 1.",
         symbol="load_grader",
@@ -202,7 +184,6 @@ EXHIBITS = (
     Exhibit(
         name="any_word_behind_a_number_is_a_unit",
         source="own (issue 41)",
-        kind="grading",
         bug="Words behind a number are dropped, also those that make another number of it.",
         cost="`73 million` is right for 73.",
         symbol="measure",
@@ -213,7 +194,6 @@ EXHIBITS = (
     Exhibit(
         name="text_of_a_reward_function_is_a_number",
         source="own: issue 41",
-        kind="grading",
         bug='A reward function that returns the text "1.0", as an extracted answer is, gives the reward 1.',
         cost="A function that returns the answer that it found is trained on as if this were the grade.",
         symbol="custom",
@@ -224,7 +204,6 @@ EXHIBITS = (
     Exhibit(
         name="copies_of_a_problem_are_problems",
         source="our own: a benchmark file with 32 copies of each problem",
-        kind="grading",
         bug="Each row of a benchmark's file counts as a problem, and published files repeat their problems for avg@k.",
         cost="The standard error of 32 copies is 3.8 times too small, and there is no pass@k.",
         symbol="_distinct",

@@ -1,14 +1,12 @@
 """What a launch writes into scripts."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "launches"
 EXHIBITS = (
     Exhibit(
         name="words_of_srun_are_not_quoted",
         source="our own: NeMo-Run 0.11.1, whose `noquote` is `str`",
-        kind="launches",
         bug="NeMo-Run writes the words of srun without quotes, so that a space, $ or ; in an image or mount makes other words.",
         cost="The job starts in another image or with other mounts, or ends after it got its machines.",
         symbol="_executor",
@@ -19,7 +17,6 @@ EXHIBITS = (
     Exhibit(
         name="a_password_in_a_url_is_in_the_script",
         source="our own: DATABASE_URL, HTTPS_PROXY and MY_PASS in a profile's environment",
-        kind="launches",
         bug="A variable is taken for a secret by a few names only, and never by its value.",
         cost="Passwords stand in the job's scripts and logs, which all users of a cluster may read.",
         symbol="has_secret",

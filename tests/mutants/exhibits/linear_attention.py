@@ -1,16 +1,14 @@
 """The gated delta rule computes something else than the engine, and nothing says so."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 _SOURCE = "own: issue 25 (the gated delta rule)"
 
+KIND = "linear attention"
 EXHIBITS = (
     Exhibit(
         name="the_state_goes_on_into_the_next_sequence",
         source="prime-rl #3003 (the layer type of that bug)",
-        kind="packing",
         bug="The state of the delta rule is kept at the border of two packed sequences.",
         cost=(
             "Every sequence but the first of a microbatch reads what the sequences before it wrote. Right for one sequence in "
@@ -24,7 +22,6 @@ EXHIBITS = (
     Exhibit(
         name="the_convolution_reaches_into_the_sequence_before",
         source=_SOURCE,
-        kind="packing",
         bug="The convolution of a sequence's first three tokens takes the last tokens of the sequence packed before it.",
         cost="Three tokens of each prompt are a little wrong, depending on the neighbour; the engine's are right.",
         symbol="packed_convolution",
@@ -35,7 +32,6 @@ EXHIBITS = (
     Exhibit(
         name="the_gated_norms_gradient_is_of_one_ranks_heads",
         source=_SOURCE,
-        kind="collectives",
         bug=(
             "Megatron sums the gradients of replicated parameters over tensor-parallel ranks under sequence parallelism, and "
             "of norms with two names without it. The norm of the delta rule is neither, and each rank has the gradient of its "
@@ -50,7 +46,6 @@ EXHIBITS = (
     Exhibit(
         name="the_scan_reads_tokens_in_the_order_of_the_ranks",
         source=_SOURCE,
-        kind="packing",
         bug="Tokens gathered from context-parallel ranks are scanned in the order of the ranks, not of the sequences.",
         cost="Under cp > 1 the state reads the zigzag's chunks 0, 3, 1, 2. All shapes fit, and without cp nothing is wrong.",
         symbol="LinearLayout.of",
@@ -64,7 +59,6 @@ EXHIBITS = (
     Exhibit(
         name="decays_are_rounded_to_bf16",
         source=_SOURCE,
-        kind="precision",
         bug="A_log has the dtype of the model, while engines keep it in fp32.",
         cost=(
             "exp(A_log) multiplies the decay of every token, so 2^-9 of it is an error of a percent after some tokens. Trainer "
@@ -78,7 +72,6 @@ EXHIBITS = (
     Exhibit(
         name="an_fp32_parameter_gets_the_master_of_another",
         source=_SOURCE + "; Megatron's own index counts that way",
-        kind="resume",
         bug="A group of Adam has fp32 parameters first, and the index of a parameter counts in the order of the buffers.",
         cost=(
             "A checkpoint of a bf16 model with fp32 parameters has masters and moments of other parameters where sizes are "

@@ -1,14 +1,12 @@
 """Log-probs and samples of another distribution than the one that is meant."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "log-probs"
 EXHIBITS = (
     Exhibit(
         name="training_forgets_the_temperature",
         source="OpenRLHF #853, OpenRLHF #857, NeMo-RL #935, TRL #3029, miles #1345, slime #2085",
-        kind="log-probs",
         bug=(
             "The engine sampled at a temperature and the trainer computed its log-probs at 1. With temperature 1 "
             "both agree, and elsewhere the ratio to the old policy still is, since both sides of it are wrong "
@@ -23,7 +21,6 @@ EXHIBITS = (
     Exhibit(
         name="truncated_sampling_is_not_renormalized",
         source="own: issue 23, item 3 (top-p and top-k in the engine alone)",
-        kind="log-probs",
         bug=(
             "The engine sampled with top-p or top-k, and the trainer computed log-probs over the whole vocabulary. The ratio "
             "of new to old still starts at 1."
@@ -37,7 +34,6 @@ EXHIBITS = (
     Exhibit(
         name="entropy_of_the_distribution_before_truncation",
         source="own: issue 23, item 3 (entropies included)",
-        kind="log-probs",
         bug="Log-probs were renormalized over the sampling mask, and the entropy was summed over the whole vocabulary.",
         cost="Entropies, and with them the KL mask and weights of tokens, are those of no distribution.",
         symbol="local_statistics",
@@ -54,7 +50,6 @@ EXHIBITS = (
     Exhibit(
         name="gradient_outside_of_the_sampling_mask",
         source="own: issue 23, item 3 (gradient through the kept set only)",
-        kind="log-probs",
         bug="Values were renormalized over the sampling mask, and the gradient pass ran over all columns.",
         cost="Tokens that were cut are pushed down with weights above their probability; values that are logged are right.",
         symbol="write_gradient",
@@ -65,7 +60,6 @@ EXHIBITS = (
     Exhibit(
         name="the_reference_is_not_truncated",
         source="own: issue 23, item 3 (the same set for the reference)",
-        kind="log-probs",
         bug="Old and new log-probs were renormalized over the sampling mask, and those of the reference policy were not.",
         cost="The KL to the reference has the cut mass as an offset, and is not 0 between equal policies.",
         symbol="Actor._whole_stats",
@@ -76,7 +70,6 @@ EXHIBITS = (
     Exhibit(
         name="masks_of_an_interrupted_response_change_places",
         source="own: issue 23, item 3 (a mask that crosses an update of weights)",
-        kind="log-probs",
         bug="The sampling masks of the continuation were put before those of the interrupted part. Their number is right.",
         cost="Log-probs of interrupted responses are over the candidates of other tokens; only the mismatch metric shows it.",
         symbol="merge",
@@ -87,7 +80,6 @@ EXHIBITS = (
     Exhibit(
         name="the_gradient_forgets_the_temperature",
         source="slime #557 (an argument by position: the temperature never arrived; variant: in backward alone)",
-        kind="log-probs",
         bug=(
             "The temperature was passed by position into another parameter, so one of two computations did not "
             "have it. Values that are logged came from the other one."
@@ -104,7 +96,6 @@ EXHIBITS = (
     Exhibit(
         name="log_probs_before_the_temperature",
         source="vime #64",
-        kind="log-probs",
         bug=(
             "vLLM returns raw log-probs by default, before the temperature, and they were compared with the "
             "trainer's tempered ones. All importance ratios were off by the same kind of factor, and truncation "
@@ -119,7 +110,6 @@ EXHIBITS = (
     Exhibit(
         name="own_sampler_returns_log_probs_before_the_temperature",
         source="vime #64 (variant: the torch engine)",
-        kind="log-probs",
         bug="Our own sampler drew each token at the temperature, and returned its log-prob at temperature 1.",
         cost="The torch engine's log-probs are those of temperature 1.",
         symbol="add_tokens",
@@ -130,7 +120,6 @@ EXHIBITS = (
     Exhibit(
         name="own_sampler_shares_random_numbers",
         source="own: the torch engine",
-        kind="log-probs",
         bug="Our own sampler drew the random numbers of the whole batch from the generator of its first sample.",
         cost="A sample depends on the requests next to it, so that nothing is sampled again alike.",
         symbol="add_tokens",
@@ -141,7 +130,6 @@ EXHIBITS = (
     Exhibit(
         name="all_samples_of_a_prompt_are_one",
         source="UniRL #208, verl #6857, verl #2646",
-        kind="log-probs",
         bug=(
             "All samples of a prompt had the same seed and were the same text, so every group had reward variance "
             "0 and advantage 0. With a filter of uniform groups the run merely throws all away; without it, it "
@@ -156,7 +144,6 @@ EXHIBITS = (
     Exhibit(
         name="the_same_noise_in_every_step",
         source="verl #2646 (variant)",
-        kind="log-probs",
         bug=(
             "A seed in the sampling parameters was a constant, so whenever a prompt came again it was sampled "
             "with the same random numbers. Groups vary, but epochs do not explore anything new."
@@ -170,7 +157,6 @@ EXHIBITS = (
     Exhibit(
         name="a_whole_budget_after_each_interruption",
         source="slime #2261",
-        kind="log-probs",
         bug=(
             "A response that went on after an interruption got its full token budget again, so some responses "
             "were up to twice as long as the limit. Mean length drifts up, truncation looks rarer, overlong "
@@ -185,7 +171,6 @@ EXHIBITS = (
     Exhibit(
         name="the_reference_replays_the_policys_experts",
         source="controller_scale.md 2 (replay_experts), own",
-        kind="log-probs",
         bug=(
             "With replayed experts the reference policy was sent through the experts that the engine's policy had "
             "chosen: its log-probs are those of no model."
@@ -202,7 +187,6 @@ EXHIBITS = (
     Exhibit(
         name="experts_of_the_mirrored_layer",
         source="controller_scale.md 2 (replay_experts), own",
-        kind="log-probs",
         bug=("The k-th layer with experts has to get the k-th choice, over pipeline stages and dense layers in between."),
         cost="First and last layer exchange their experts. Right for a model with one such layer.",
         symbol="ExpertReplay.set",
@@ -213,7 +197,6 @@ EXHIBITS = (
     Exhibit(
         name="padding_of_the_vocabulary_gets_probability",
         source="gpu_readiness.md F12 (vocabularies that are no multiple of 16)",
-        kind="log-probs",
         bug=("Megatron pads the vocabulary with rows of zeros, whose logits are 0: they take probability from real tokens."),
         cost=(
             "Log-probs are too small and entropies wrong wherever the vocabulary is padded, and padding gets "
@@ -227,7 +210,6 @@ EXHIBITS = (
     Exhibit(
         name="yarn_scales_scores_once",
         source="own comment in build.py (families)",
-        kind="log-probs",
         bug="YaRN's factor is on queries and on keys, so scores have its square.",
         cost="Models with YaRN are computed with another temperature of attention. Others are right.",
         symbol="_softmax_scale",
@@ -238,7 +220,6 @@ EXHIBITS = (
     Exhibit(
         name="the_same_places_are_drawn_in_every_step",
         source="controller_scale.md 13 (keys of weighting objectives)",
-        kind="log-probs",
         bug="Clip-Cov draws tokens at random by keys that hang on step, update, sequence and place.",
         cost="The same places of the same sequences are favoured in every step of the run.",
         symbol="Actor._batch_statistics",
@@ -249,7 +230,6 @@ EXHIBITS = (
     Exhibit(
         name="old_and_rollout_log_probs_are_exchanged",
         source="own (the wiring of batch and objective was compared with itself)",
-        kind="log-probs",
         bug=(
             "The log-probs of the engine and those of the old policy changed places on their way into the loss. They differ by "
             "rounding alone where the engine is exact, so ratios, corrections and curves look right."
@@ -267,7 +247,6 @@ EXHIBITS = (
     Exhibit(
         name="only_the_first_part_of_the_rows_is_hashed",
         source="our own: CHANGELOG Changed (random keys of weightings are made on the device)",
-        kind="log-probs",
         bug="Keys of tokens are computed for 262,144 rows at once. The rows after them keep the seed as their key.",
         cost="In larger batches all later tokens have one key: methods that draw tokens take all of them or none.",
         symbol="hash_rows",

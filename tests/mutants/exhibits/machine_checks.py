@@ -1,17 +1,15 @@
 """Checks of a machine with a GPU that say nothing, or the wrong thing, in their only chance."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
 COMMAND = "tests/unit/benches/test_gpu_check_command.py"
 REHEARSAL = "own: the GPU check, rehearsed without a network on a machine whose name nothing resolves"
 
+KIND = "checks of a machine"
 EXHIBITS = (
     Exhibit(
         name="ranks_meet_by_the_name_of_the_machine",
         source=REHEARSAL,
-        kind="checks of a machine",
         bug="Ranks on one machine get its name for their rendezvous, as a standalone torchrun does. Most machines resolve it.",
         cost="On a bare machine three of nine parts had no result: ranks look the name up until they are cut off.",
         symbol="world",
@@ -22,7 +20,6 @@ EXHIBITS = (
     Exhibit(
         name="limits_do_not_shrink_with_the_minutes",
         source=REHEARSAL,
-        kind="checks of a machine",
         bug="A shorter check keeps the time limits of ten minutes. It ends in time, since what is left is a limit, too.",
         cost="The first tasks that hang take all of the time, and the most wanted figures have no time left.",
         symbol="limit",
@@ -33,7 +30,6 @@ EXHIBITS = (
     Exhibit(
         name="rows_are_written_when_a_task_has_ended",
         source=REHEARSAL,
-        kind="checks of a machine",
         bug="The table is written at the end of each task, so that a killed check loses the rows of the task that ran.",
         cost="A machine that is taken back in mid-task gives nothing for its last minute.",
         symbol="TaskProcess._ended",
@@ -44,7 +40,6 @@ EXHIBITS = (
     Exhibit(
         name="no_gpu_is_a_success",
         source=REHEARSAL,
-        kind="checks of a machine",
         bug="Where torch finds no GPU all parts are skipped, and skipping is no failure.",
         cost="A driver that does not start reads as a check that passed.",
         symbol="main",
@@ -55,7 +50,6 @@ EXHIBITS = (
     Exhibit(
         name="an_unknown_gpu_is_an_h100",
         source=REHEARSAL,
-        kind="checks of a machine",
         bug="A GPU that the plan's table does not have gets the first name that its own contains, or H100.",
         cost="The step of an A100 or a GH200 is compared with the prediction for another board.",
         symbol="card_of",
@@ -66,7 +60,6 @@ EXHIBITS = (
     Exhibit(
         name="the_plan_is_that_of_another_attention",
         source=REHEARSAL,
-        kind="checks of a machine",
         bug="`tepo plan` takes `attention=auto` for Transformer Engine's; the step is measured where that is not installed.",
         cost="2.7 of 54 GiB are missing in the prediction for 1.7 B parameters, and the comparison blames the plan.",
         symbol="attention_words",
@@ -77,7 +70,6 @@ EXHIBITS = (
     Exhibit(
         name="positions_beyond_the_models",
         source="open-r1 #382, simpleRL-reason #58",
-        kind="checks of a machine",
         bug="Conversations and prompts with responses may be longer than max_position_embeddings.",
         cost="tepo sft trains positions that the model never saw, without a word.",
         symbol="check_positions",

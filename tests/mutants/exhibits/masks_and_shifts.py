@@ -1,14 +1,12 @@
 """Terms, tokens and rows that are taken or left out wrongly."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "masks and shifts"
 EXHIBITS = (
     Exhibit(
         name="kl_in_the_reward_never_reaches_the_batch",
         source="NeMo-RL #3792",
-        kind="masks and shifts",
         bug=(
             "The rewards that a VAPO term adds were computed but never written into the training batch, so the "
             "term was exactly 0 at every step and its coefficient did nothing. The config key was accepted and "
@@ -26,7 +24,6 @@ EXHIBITS = (
     Exhibit(
         name="a_penalty_without_gradient",
         source="NeMo-RL #3792 (variant: the value is right and the weight has no effect)",
-        kind="masks and shifts",
         bug="As above, one level lower: the penalty is in the loss and in the metric, and nothing learns from it.",
         cost="Loss and loss/ref_kl are right to the last bit; the reference policy does not hold the policy.",
         symbol="Objective.__call__",
@@ -37,7 +34,6 @@ EXHIBITS = (
     Exhibit(
         name="the_row_of_the_token_itself",
         source="verl #3287",
-        kind="masks and shifts",
         bug=(
             "The loss mask of SFT was shifted by one, so that a row was asked for the token it already holds, or "
             "the first token of an answer was left out. The loss falls nicely, even better than it should."
@@ -54,7 +50,6 @@ EXHIBITS = (
     Exhibit(
         name="labels_rolled_after_the_cut",
         source="verl #4250, miles #2215",
-        kind="masks and shifts",
         bug=(
             "Labels were rolled by one after the sequence had been cut for context parallelism, so the last row "
             "of every chunk was trained on a token of another chunk. Two rows in thousands are wrong, the loss "
@@ -75,7 +70,6 @@ EXHIBITS = (
     Exhibit(
         name="what_tools_wrote_is_trained_on",
         source="Search-R1 #21, RAGEN #71",
-        kind="masks and shifts",
         bug=(
             "Tokens that a search engine had written were in the loss and in the KL, or the mask was inverted. "
             "The model learns to write search results; rewards rise at first and the run breaks much later."
@@ -89,7 +83,6 @@ EXHIBITS = (
     Exhibit(
         name="what_was_cut_is_not_trained_on",
         source="slime #1445",
-        kind="masks and shifts",
         bug=(
             "In partial rollouts the tokens from before an interruption got the wrong mask. Nothing fails: they "
             "simply stop learning, and exactly the long responses are hit."
@@ -106,7 +99,6 @@ EXHIBITS = (
     Exhibit(
         name="log_probs_shifted_by_one",
         source="prime-rl #606, ms-swift #8427",
-        kind="masks and shifts",
         bug=(
             "Log-probs of packed samples were aligned to the next token. Importance ratios are then near 1 in the "
             "mean and wild per token, which truncation and clipping hide."
@@ -126,7 +118,6 @@ EXHIBITS = (
     Exhibit(
         name="experts_one_token_late",
         source="slime #1052",
-        kind="masks and shifts",
         bug=(
             "Replayed experts were misaligned by the token that has none (the last one). Training runs through "
             "any experts that it is given; log-probs drift, which reads like the usual mismatch of an expert "
@@ -141,7 +132,6 @@ EXHIBITS = (
     Exhibit(
         name="falling_entropy_is_rising_entropy",
         source="own (TEPO, Eq. 4); CHANGELOG Added",
-        kind="masks and shifts",
         bug="TEPO's mask is on tokens whose entropy falls. Exchanged, the method is Panel E's by another name.",
         cost="The KL acts on the other tokens; mask share and curves look alike.",
         symbol="Objective.__call__",
@@ -152,7 +142,6 @@ EXHIBITS = (
     Exhibit(
         name="cut_off_responses_are_trained_on",
         source="own: issue 23 (overlong filtering); DAPO, arXiv 2503.14476, section 3.4",
-        kind="masks and shifts",
         bug="The filter of cut-off responses is right and is not called; advantages do not change with it.",
         cost="Responses without an end are pushed down as wrong answers, which overlong filtering is there to prevent.",
         symbol="BatchUpdates.take",

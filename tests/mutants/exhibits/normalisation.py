@@ -1,14 +1,12 @@
 """Sums divided by the wrong number, or over the wrong tokens."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "normalisation"
 EXHIBITS = (
     Exhibit(
         name="half_of_a_sequence_has_its_own_mean",
         source="slime #2235",
-        kind="normalisation",
         bug=(
             "Advantages were whitened over the data-parallel group alone, so every context-parallel rank shifted "
             "and scaled its own zigzag half of a sequence by its own mean. The loss stayed finite and of the "
@@ -30,7 +28,6 @@ EXHIBITS = (
     Exhibit(
         name="length_counted_on_one_context_rank",
         source="verl #5983, again verl #6049",
-        kind="normalisation",
         bug=(
             "The number of tokens in the denominator was summed over data parallelism but not over context "
             "parallelism, so it was too small by about the factor cp. Losses are not comparable between layouts "
@@ -51,7 +48,6 @@ EXHIBITS = (
     Exhibit(
         name="what_is_reported_is_of_one_context_rank",
         source="SkyRL #1420",
-        kind="normalisation",
         bug=(
             "Metrics and a correction of gradients were reduced over a group that did not fit dp x cp, so they "
             "were doubled or halved under context parallelism. The curves looked plausible, since only their "
@@ -69,7 +65,6 @@ EXHIBITS = (
     Exhibit(
         name="each_microbatch_is_its_own_mean",
         source="verl #6957 (the same in prime-rl #583, NeMo-RL #212, NeMo-RL #3791)",
-        kind="normalisation",
         bug=(
             "A refactoring divided the critic's loss by the tokens of the micro-batch instead of those of the "
             "minibatch, so K micro-batches gave a gradient about K times too large (2.05 at K = 2, 4.06 at K = "
@@ -88,7 +83,6 @@ EXHIBITS = (
     Exhibit(
         name="mean_over_the_sequences_of_a_microbatch",
         source="OpenRLHF #1249",
-        kind="normalisation",
         bug=(
             "With gradient accumulation every micro-batch took a mean of its own and the means were averaged, so "
             "a sequence weighed more in a small micro-batch than in a large one. It is invisible with micro- "
@@ -106,7 +100,6 @@ EXHIBITS = (
     Exhibit(
         name="tokens_of_this_rank_alone",
         source="TRL #3938 (prime-rl #583, prime-rl #2358, prime-rl #2562)",
-        kind="normalisation",
         bug=(
             "DAPO's token mean was normalised by what one process and one accumulation step held, which is DAPO's "
             "only on one GPU without accumulation. The number is a mean, so it looks right; ranks with short "
@@ -127,7 +120,6 @@ EXHIBITS = (
     Exhibit(
         name="token_sum_is_a_token_mean",
         source="verl #911, verl #931",
-        kind="normalisation",
         bug=(
             "`seq-mean-token-sum` was written with the line of `token-mean`, so both options did the same. The "
             "option was accepted, the loss was finite, and a comparison of the two found no difference between "
@@ -145,7 +137,6 @@ EXHIBITS = (
     Exhibit(
         name="length_bias_is_back_in_dr_grpo",
         source="TRL #3256",
-        kind="normalisation",
         bug=(
             "The loss divided each response by its own length, which makes long wrong answers cheap: Dr. GRPO was "
             "published to take that out. Rewards rise either way; what shows is only that responses get longer "
@@ -160,7 +151,6 @@ EXHIBITS = (
     Exhibit(
         name="divided_again_by_the_number_of_microbatches",
         source="ms-swift #10117",
-        kind="normalisation",
         bug=(
             "DAPO's and CISPO's loss was normalised over the whole batch already and then divided by the number "
             "of accumulation steps once more. The gradient was 1/G of what it should be, which looks like a "
@@ -177,7 +167,6 @@ EXHIBITS = (
     Exhibit(
         name="megatron_divides_by_something_else",
         source="verl #6836",
-        kind="normalisation",
         bug=(
             "With context parallelism a bridge switched `calculate_per_token_loss` on behind the trainer's back, "
             "and the trainer gave it no token counts. The policy loss was only slightly wrong, and only the "
@@ -195,7 +184,6 @@ EXHIBITS = (
     Exhibit(
         name="prompt_tokens_in_the_denominator",
         source="TRL #6024",
-        kind="normalisation",
         bug=(
             "The normaliser counted the tokens of another set than the one the loss is summed over (there, of the "
             "whole generation batch), so gradients were half or four times what they should be, depending on "
@@ -210,7 +198,6 @@ EXHIBITS = (
     Exhibit(
         name="mean_of_means_in_the_log",
         source="SkyRL #1296, SkyRL #925",
-        kind="normalisation",
         bug=(
             "Means of micro-batches were averaged, whatever each was a mean of. Metrics of small micro-batches "
             "counted as much as those of large ones; decisions were taken on entropies and clip shares that were "
@@ -225,7 +212,6 @@ EXHIBITS = (
     Exhibit(
         name="rewards_normalised_over_the_whole_batch",
         source="slime #1414, slime #1918, slime #2230, miles #2369",
-        kind="normalisation",
         bug=(
             "When groups were not all of the same size, the group normalisation quietly fell back to the whole "
             "batch. Advantages still had mean 0 and standard deviation 1; an easy prompt's right answers were "
@@ -243,7 +229,6 @@ EXHIBITS = (
     Exhibit(
         name="one_sequence_too_few",
         source="own (the wiring of batch and objective was compared with itself)",
-        kind="normalisation",
         bug=(
             "The number of sequences that means over sequences are divided by was off by one. It is the same on every layout, "
             "so a comparison of layouts with one rank sees nothing, and Adam hides a constant factor."
@@ -257,7 +242,6 @@ EXHIBITS = (
     Exhibit(
         name="a_response_is_one_token_longer",
         source="own (the wiring of batch and objective was compared with itself)",
-        kind="normalisation",
         bug=(
             "The length of a response counted one token too many (a stop token, say), on every layout alike. The "
             "geometric-mean ratio is then nearer to 1, by more for short responses, and looks healthy."
@@ -271,7 +255,6 @@ EXHIBITS = (
     Exhibit(
         name="the_prompt_counts_as_response_in_a_weighting",
         source="own (the wiring of batch and objective was compared with itself)",
-        kind="normalisation",
         bug=(
             "The whole minibatch of a weighting had the lengths of sequences in the place of those of responses. "
             "Only a sequence ratio reads them there, and only to see which tokens are clipped."

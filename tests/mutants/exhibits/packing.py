@@ -1,14 +1,12 @@
 """Packed sequences see each other, or lie where attention does not expect them."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "packing"
 EXHIBITS = (
     Exhibit(
         name="packed_sequences_see_each_other",
         source="prime-rl #3003",
-        kind="packing",
         bug=(
             "Under context parallelism one layer type was given the made-up boundaries [0, total] instead of "
             "those of the packed documents, so its state went from one document into the next (differences of "
@@ -32,7 +30,6 @@ EXHIBITS = (
     Exhibit(
         name="chunks_side_by_side_instead_of_zigzag",
         source="miles #1752",
-        kind="packing",
         bug=(
             "The layout of the batch got lost on the way to the slicing for context parallelism, so advantages "
             "were cut for another layout than the tokens. Shapes fit either way."
@@ -53,7 +50,6 @@ EXHIBITS = (
     Exhibit(
         name="positions_of_another_microbatch",
         source="CHANGELOG Fixed (share_prompts with recompute: full under a pipeline)",
-        kind="packing",
         bug=(
             "Rotary positions of pieces behind a shared prompt were kept for the last microbatch alone; a "
             "pipeline recomputes an earlier one after later forward passes, and turned its queries and keys by "
@@ -68,7 +64,6 @@ EXHIBITS = (
     Exhibit(
         name="keys_of_a_piece_end_with_its_queries",
         source="own: packed attention without padding",
-        kind="packing",
         bug=(
             "Each piece of a sequence attended to as many keys as it has queries, from the sequence's start. That is right "
             "for a sequence that one rank holds, and for the first piece of a split one."
@@ -82,7 +77,6 @@ EXHIBITS = (
     Exhibit(
         name="backward_with_the_log_sum_exp_of_a_part",
         source="own: packed attention without padding",
-        kind="packing",
         bug=(
             "The backward pass of responses over their shared prompt took the log-sum-exp of the responses' own keys instead "
             "of that of the whole softmax."

@@ -1,14 +1,12 @@
 """Rounding where there must be none."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "precision"
 EXHIBITS = (
     Exhibit(
         name="log_probs_in_bf16",
         source="slime #245",
-        kind="precision",
         bug=(
             "`rollout_log_probs` were stored in bf16. A log-prob of -3 is then off by up to 0.008, which is more "
             "than GSPO's clip range, and the difference of engine and trainer looked like a mismatch of kernels."
@@ -22,7 +20,6 @@ EXHIBITS = (
     Exhibit(
         name="the_first_ratio_is_not_one",
         source="CHANGELOG Fixed (first update of a rollout batch)",
-        kind="precision",
         bug=(
             "Old log-probs of a pass of their own, repeated under another packing, differ by bf16's rounding: a "
             "sequence's ratio moved by more than GSPO's clip range of 3e-4, so the first update was clipped at "
@@ -37,7 +34,6 @@ EXHIBITS = (
     Exhibit(
         name="integers_are_taken_for_weights",
         source="reliability_audit.md 9, CHANGELOG Fixed",
-        kind="precision",
         bug=(
             "int8 tensors of a quantized model were cast to bf16 without their scales: a model of garbage in the right shapes."
         ),
@@ -50,7 +46,6 @@ EXHIBITS = (
     Exhibit(
         name="the_router_rounds_like_bf16",
         source="own comment in build.py; gpu_readiness.md (found right: MoE in bf16)",
-        kind="precision",
         bug=("The router's logits in bf16 choose other experts for a few tokens than those in fp32 that the engine has."),
         cost=(
             "In bf16 engine and actor disagree on experts more often than they must; the mismatch rises by what "
@@ -64,7 +59,6 @@ EXHIBITS = (
     Exhibit(
         name="the_weight_gradient_is_rounded_to_bf16",
         source="gpu_readiness.md F6",
-        kind="precision",
         bug="Products of bf16 have to be added in fp32; rounding each chunk's product first loses the small ones.",
         cost="On a CPU in bf16 each chunk of rows is rounded to 8 bits before it is added.",
         symbol="add_product",
@@ -78,7 +72,6 @@ EXHIBITS = (
     Exhibit(
         name="gradients_are_reduced_in_bf16",
         source="gpu_readiness.md (found right: gradients are reduced in fp32)",
-        kind="precision",
         bug="Summed over many ranks in bf16, small gradients vanish.",
         cost="In bf16 `main_grad` is bf16. In fp32 nothing changes.",
         symbol="ddp_fields",
@@ -89,7 +82,6 @@ EXHIBITS = (
     Exhibit(
         name="rewards_are_recorded_in_fp32",
         source="our own: CHANGELOG Added (recording and replay)",
-        kind="precision",
         bug="Rewards are fp64 in the run that records them and fp32 in its recordings.",
         cost="A replay has other advantages in their last digits, and goes another way after some steps.",
         symbol="_NUMBERS",

@@ -1,14 +1,12 @@
 """Samples and what belongs to them drift apart; prompts are lost or doubled."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "prompts"
 EXHIBITS = (
     Exhibit(
         name="advantages_of_other_groups",
         source="prime-rl #600",
-        kind="prompts",
         bug=(
             "Groups were built as [p1, p2] * n and read as n samples of p1 followed by n of p2, so advantages "
             "belonged to samples of other prompts. Means and variances are right, reward goes up more slowly."
@@ -25,7 +23,6 @@ EXHIBITS = (
     Exhibit(
         name="entropies_in_another_order",
         source="JustRL #5 (verl 0.4, dynamic batch sizes)",
-        kind="prompts",
         bug=(
             "With dynamic batch sizes log-probs were put back into the order of the batch and entropies were not. "
             "Only what uses the entropy was wrong, by as much as tokens differ: a number of the right size at the "
@@ -42,7 +39,6 @@ EXHIBITS = (
     Exhibit(
         name="finished_groups_are_thrown_away",
         source="slime #2238",
-        kind="prompts",
         bug=(
             "A fully asynchronous rollout dropped groups that were complete or under way when a step had enough. "
             "Since fast groups win, long responses are lost systematically."
@@ -58,7 +54,6 @@ EXHIBITS = (
     Exhibit(
         name="uniform_groups_by_the_shaped_reward",
         source="own (the paper's Section 4.1); CHANGELOG Added (methods of the paper)",
-        kind="prompts",
         bug=(
             "The filter of groups that teach nothing must look at the verdict. Shaped by length, all rewards of a "
             "group differ, and nothing is ever filtered."
@@ -75,7 +70,6 @@ EXHIBITS = (
     Exhibit(
         name="every_epoch_in_the_same_order",
         source="own (CHANGELOG Added: data); lost or doubled prompts",
-        kind="prompts",
         bug="The order of an epoch is a hash that has to know the epoch.",
         cost="All epochs have the order of one; the same prompts always share a batch.",
         symbol="_SetCursor.enter",
@@ -86,7 +80,6 @@ EXHIBITS = (
     Exhibit(
         name="a_returned_prompt_is_taken_twice",
         source="our own: CHANGELOG Changed (taking back prompts is linear)",
-        kind="prompts",
         bug="A prompt that was given back is handed out again, and once more if the next epoch begins within the batch.",
         cost="A prompt comes twice in a step. Responses are grouped by prompt, so it forms one group of twice the size.",
         symbol="PromptStream.take",
@@ -97,7 +90,6 @@ EXHIBITS = (
     Exhibit(
         name="returned_prompts_that_the_step_holds_are_lost",
         source="our own: CHANGELOG Changed (taking back prompts is linear)",
-        kind="prompts",
         bug="A prompt that was given back is passed over while the step holds it, and is not given back again.",
         cost="Prompts are missing from their epoch, with oversampling and refills in every step.",
         symbol="PromptStream.take",
@@ -108,7 +100,6 @@ EXHIBITS = (
     Exhibit(
         name="the_stop_token_is_not_learned",
         source="own: issue 26",
-        kind="prompts",
         bug="Supervised fine-tuning leaves the token that ends a turn out of the loss.",
         cost="The model never learns to stop: its responses run into the token limit from the first RL step on.",
         symbol="_ConversationEncoder.encode",
@@ -119,7 +110,6 @@ EXHIBITS = (
     Exhibit(
         name="turns_of_others_are_learned",
         source="own: issue 26",
-        kind="prompts",
         bug="Supervised fine-tuning learns the user's turns as well.",
         cost="The loss is mostly that of prompts, and the model writes the next question behind its answer.",
         symbol="_ConversationEncoder._rendered",
@@ -130,7 +120,6 @@ EXHIBITS = (
     Exhibit(
         name="the_answer_is_a_sampled_message",
         source="own (issue 41): the layout of OpenR1-Math; open-r1 #648 and #55 show it",
-        kind="prompts",
         bug="A row has problem, answer and messages of a sampled generation. The first schema that fits takes the messages.",
         cost="Gold answers are those of samples, some of them wrong. The first row looks right.",
         symbol="load_prompts",
@@ -141,7 +130,6 @@ EXHIBITS = (
     Exhibit(
         name="a_number_is_written_as_python_does",
         source="own (issue 41)",
-        kind="prompts",
         bug="Numbers of a dataset become text with str(): 0.00005 is '5e-05'.",
         cost="Graders that know no exponents read another number, and right answers score 0.",
         symbol="digits_of",
@@ -152,7 +140,6 @@ EXHIBITS = (
     Exhibit(
         name="float32_is_read_as_float64",
         source="own (issue 41)",
-        kind="prompts",
         bug="Arrow gives a float32 as a Python float: 0.1 is 0.10000000149011612.",
         cost="The right answer 0.1 is wrong, or right only by a tolerance.",
         symbol="_rows",
@@ -163,7 +150,6 @@ EXHIBITS = (
     Exhibit(
         name="turns_of_weight_0_are_learned",
         source="axolotl #1702, fw-ai/cookbook #387, verl #5316",
-        kind="prompts",
         bug="The keys of a turn that say whether it is learned (weight, train, loss) are dropped.",
         cost="The model imitates the answers that the data mark as wrong.",
         symbol="_is_learned",
@@ -174,7 +160,6 @@ EXHIBITS = (
     Exhibit(
         name="columns_of_the_prompt_are_dropped",
         source="LlamaFactory #8986, unsloth #11053",
-        kind="prompts",
         bug="A conversation's columns history and system are not read.",
         cost="The model learns answers without the turns that they answer.",
         symbol="read_row",
@@ -185,7 +170,6 @@ EXHIBITS = (
     Exhibit(
         name="a_users_text_ends_the_turn",
         source="own: issue 41",
-        kind="prompts",
         bug="A message that spells <|im_end|> is tokenized with the special token, in prompts of RL, too.",
         cost="A user's text ends its turn and opens one of the system; a quoted stop token ends what is learned.",
         symbol="ChatRenderer._marked",
@@ -196,7 +180,6 @@ EXHIBITS = (
     Exhibit(
         name="a_turn_begins_inside_of_the_prompts_last_token",
         source="own: issue 41",
-        kind="prompts",
         bug="Where a token holds the end of the prompt and the beginning of the answer, the answer loses its first word.",
         cost="The model learns answers without their beginning, such as the sign of a number.",
         symbol="_ConversationEncoder.encode",

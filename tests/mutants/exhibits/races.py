@@ -1,14 +1,12 @@
 """Memory that changes while somebody reads it."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "races"
 EXHIBITS = (
     Exhibit(
         name="the_buffer_is_written_while_it_is_read",
         source="verl #6813 (a completion mark overwrote the first bytes of a weight buffer)",
-        kind="races",
         bug=(
             "A mark of completion was written over the first four bytes of the buffer in which weights were on "
             "their way: one row of the embedding became 1e17, and now and then a run sampled `!!!!`. Everything "
@@ -23,7 +21,6 @@ EXHIBITS = (
     Exhibit(
         name="weights_change_in_mid_sampling",
         source="NeMo-RL #3839",
-        kind="races",
         bug=(
             "Weights were replaced while requests were running, so one response was sampled by two versions, some "
             "layers of one and some of the other within a forward pass. Text stays fluent."
@@ -37,7 +34,6 @@ EXHIBITS = (
     Exhibit(
         name="what_is_lent_is_not_copied",
         source="gpu_readiness.md F10 (the clone in each worker)",
-        kind="races",
         bug=("A module waits for its other parts with a view of memory that the trainer writes over two rounds later."),
         cost=(
             "With sync.transport=ipc q, k, v or gate and up that arrive in different rounds may be read after "
@@ -51,7 +47,6 @@ EXHIBITS = (
     Exhibit(
         name="the_second_guard_forgets_the_first",
         source="our own: trial 22 of make chaos (a guard was killed in the midst of a run)",
-        kind="races",
         bug="The guard of a server that is started again wrote its own record of shared memory over that of the killed guard.",
         cost="Shared memory of the first server stays until the machine is started again, and nobody knows whose it is.",
         symbol="SharedMemorySegments.__init__",

@@ -1,14 +1,12 @@
 """Requests to servers: their binary answers, the slots for which they wait, and the connections that they take."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "requests to servers"
 EXHIBITS = (
     Exhibit(
         name="log_probs_in_fp16_on_the_wire",
         source="our own: decisions/0031 (answers; fp32 log-probs)",
-        kind="requests to servers",
         bug="Half of an answer are log-probs, and fp16 would halve them. A log-prob of -3 is then off by up to 0.001.",
         cost="Ratios of GSPO, whose clip range is 3e-4, are noise. The dtype that is checked stays fp32.",
         symbol="encode",
@@ -19,7 +17,6 @@ EXHIBITS = (
     Exhibit(
         name="log_probs_of_another_sample",
         source="our own: decisions/0031 (answers)",
-        kind="requests to servers",
         bug=(
             "Ids and log-probs of all samples are two flat arrays, and the samples of one were in another order. Lengths, "
             "checksum and size are right."
@@ -33,7 +30,6 @@ EXHIBITS = (
     Exhibit(
         name="the_prompt_that_the_engine_saw_is_not_compared",
         source="our own: CHANGELOG Changed (binary answers)",
-        kind="requests to servers",
         bug="An engine may cut or edit a prompt. A binary answer has the prompt's CRC instead of its tokens, and nobody looks.",
         cost="Another prompt of the same length passes, and its responses are trained on after the prompt of the dataset.",
         symbol="binary_rollouts",
@@ -44,7 +40,6 @@ EXHIBITS = (
     Exhibit(
         name="an_answer_without_a_label_is_fresh",
         source="our own: CHANGELOG Changed (binary answers)",
-        kind="requests to servers",
         bug="A sample that was aborted before its first token has no label of the weights, so empty labels are passed over.",
         cost="A server that does not label its answers is believed to serve the newest weights, whatever it serves.",
         symbol="binary_rollouts",
@@ -55,7 +50,6 @@ EXHIBITS = (
     Exhibit(
         name="an_answer_has_the_label_of_its_last_weights",
         source="our own: CHANGELOG Changed (binary answers)",
-        kind="requests to servers",
         bug="vLLM names all weights that wrote a response, and the answer has room for one label.",
         cost="A response that old weights began and new ones finished passes as one of the new weights.",
         symbol="weight_labels",
@@ -66,7 +60,6 @@ EXHIBITS = (
     Exhibit(
         name="log_probs_of_other_tokens_in_as_great_number",
         source="our own: CHANGELOG Changed (binary answers)",
-        kind="requests to servers",
         bug="SGLang names the token of each log-prob. An answer that only counts them pairs log-probs with other tokens.",
         cost="After a token that the server adds or drops, every log-prob is that of its neighbour.",
         symbol="to_sample",
@@ -77,7 +70,6 @@ EXHIBITS = (
     Exhibit(
         name="expert_256_becomes_expert_0",
         source="our own: decisions/0031 (experts in the narrowest integers)",
-        kind="requests to servers",
         bug="A byte holds 256 values, of which the largest is 255. Whoever compares with 256 narrows one expert too many.",
         cost="With more than 256 experts, a response that used expert 256 and none above is replayed through expert 0.",
         symbol="_narrow",
@@ -88,7 +80,6 @@ EXHIBITS = (
     Exhibit(
         name="a_failed_request_keeps_its_slot",
         source="our own: CHANGELOG Changed (a free slot wakes one request)",
-        kind="requests to servers",
         bug="The slot of a request is freed after its answer, and a request that fails has none.",
         cost="Each failure leaves a server one request fewer. The run becomes slower and at last samples nothing.",
         symbol="RoutedSampler._answer",
@@ -99,7 +90,6 @@ EXHIBITS = (
     Exhibit(
         name="a_failed_request_frees_two_slots",
         source="our own: CHANGELOG Changed (a free slot wakes one request)",
-        kind="requests to servers",
         bug="The slot of a failed request is freed where the failure is handled, and again where every request ends.",
         cost="After each failure a server has one request more than `rollout.server.concurrency`, though it fails already.",
         symbol="RoutedSampler._answer",
@@ -110,7 +100,6 @@ EXHIBITS = (
     Exhibit(
         name="a_cancelled_request_keeps_its_slot",
         source="our own: CHANGELOG Changed (a free slot wakes one request)",
-        kind="requests to servers",
         bug="A request that is cancelled after it was given a slot, and before it ran, has nobody to free the slot.",
         cost="Every step that ends with groups still waiting (oversampling) leaves servers fewer slots.",
         symbol="ServerPool.acquire",
@@ -121,7 +110,6 @@ EXHIBITS = (
     Exhibit(
         name="the_server_that_failed_is_asked_first",
         source="our own: CHANGELOG Changed (a free slot wakes one request)",
-        kind="requests to servers",
         bug="A failed request is to go to another server if there is one. It goes back to the server that failed.",
         cost="A prompt is given up after three attempts at one ill server, with healthy ones next to it.",
         symbol="ServerPool._give_servers",
@@ -132,7 +120,6 @@ EXHIBITS = (
     Exhibit(
         name="every_request_may_be_sent_twice",
         source="our own: CHANGELOG Changed (connections to servers are kept)",
-        kind="requests to servers",
         bug=(
             "A kept connection may be closed just as a request is sent, so requests are sent once more. Those that change "
             "something must not be: the server may have done what they asked before the connection ended."
@@ -146,7 +133,6 @@ EXHIBITS = (
     Exhibit(
         name="a_low_limit_of_open_files_is_not_raised",
         source="our own: CHANGELOG Changed (the limit of open files is raised where it may be)",
-        kind="requests to servers",
         bug="The number of concurrent requests follows from the limit that the process was started with.",
         cost="Under the usual soft limit of 1024 a large fleet gets a part of the requests that it could serve.",
         symbol="ServerPool._allowed_in_flight",
@@ -157,7 +143,6 @@ EXHIBITS = (
     Exhibit(
         name="the_live_page_answers_to_any_name",
         source="own: issue 27, item 1 (DNS rebinding)",
-        kind="requests to servers",
         bug="The live page does not check the Host header. The secret in the URL still protects it, so no use of it fails.",
         cost="A web page whose name an attacker's DNS points at 127.0.0.1 shares the live page's origin, and reads it if it "
         "learns the URL.",
@@ -169,7 +154,6 @@ EXHIBITS = (
     Exhibit(
         name="a_waking_server_is_judged_by_another_question",
         source="own: a fleet whose servers had all been started again, without their weights",
-        kind="requests to servers",
         bug=(
             "A sleeping server is asked whether it answers at all, which 405 does. If it wakes before the answer, that "
             "answer counts as one of /health."
@@ -183,7 +167,6 @@ EXHIBITS = (
     Exhibit(
         name="requests_wait_for_weights_for_good",
         source="own: a test that waited 55 minutes for weights that nobody sent",
-        kind="requests to servers",
         bug="Requests wait until a server has the weights, and no server that is up has them.",
         cost="A cluster that nobody sends weights to hangs, without a message.",
         symbol="ServerPool._limit_patience",
@@ -197,7 +180,6 @@ EXHIBITS = (
     Exhibit(
         name="a_stuck_start_has_its_whole_time_limit",
         source="own: server starts that end by progress or deadline",
-        kind="requests to servers",
         bug="A server whose start waits for something that never comes is found when its time limit is over.",
         cost="Half an hour of a cluster for each start that is stuck.",
         symbol="ServerProcess.wait_ready",
@@ -208,7 +190,6 @@ EXHIBITS = (
     Exhibit(
         name="a_start_that_computes_is_stuck",
         source="own: server starts that end by progress or deadline",
-        kind="requests to servers",
         bug="Only a log that grows and reads from disks count as progress of a start.",
         cost="On a loaded machine a server that compiles without a line in its log is given up.",
         symbol="StartProgress.idle_seconds",

@@ -1,14 +1,12 @@
 """Runs that go on from another place than where they ended."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "resume"
 EXHIBITS = (
     Exhibit(
         name="the_cursor_is_ahead_of_training",
         source="NeMo-RL #3599",
-        kind="resume",
         bug=(
             "A checkpoint of an asynchronous run held the place up to which prompts had been SAMPLED, not "
             "trained: a resume skipped what had been under way, 675 of 736 groups, about 30 % of an epoch and the "
@@ -26,7 +24,6 @@ EXHIBITS = (
     Exhibit(
         name="the_epoch_begins_again_on_resume",
         source="prime-rl #3332",
-        kind="resume",
         bug=(
             "A resumed run began its data at row 0 again and never moved the saved place. Found by chance on a "
             "run of 500 steps: the curve only looks a little better, since the prompts are known."
@@ -40,7 +37,6 @@ EXHIBITS = (
     Exhibit(
         name="a_place_in_another_dataset",
         source="NeMo-RL #2519",
-        kind="resume",
         bug=("On resume the place of one dataset was applied to another. It is a number in range, so nothing complains."),
         cost="A resume with edited data of the same length goes on in the middle of it.",
         symbol="PromptStream.load_state_dict",
@@ -51,7 +47,6 @@ EXHIBITS = (
     Exhibit(
         name="the_schedule_steps_twice_on_resume",
         source="miles #1627",
-        kind="resume",
         bug=(
             "The learning-rate scheduler took its step once on loading and once in the loop. After every resume "
             "the rate is one step ahead; with frequent restarts a warm-up or decay is much shorter than "
@@ -69,7 +64,6 @@ EXHIBITS = (
     Exhibit(
         name="the_earlier_of_two_records_stays",
         source="reliability_audit.md 5, CHANGELOG Fixed (rewound by step)",
-        kind="resume",
         bug=(
             "Metrics were rewound by byte offset: a file cut in mid-line glued two records, a missing line "
             "doubled a step. Here its heir: of two records of a step that of the attempt which was undone stays."
@@ -83,7 +77,6 @@ EXHIBITS = (
     Exhibit(
         name="a_recording_of_the_former_course",
         source="reliability_audit.md 5 and 8 (what a kill undid)",
-        kind="resume",
         bug=(
             "After a resume the recording of a step that is taken again stayed next to new ones, so a replay mixes two courses."
         ),
@@ -99,7 +92,6 @@ EXHIBITS = (
     Exhibit(
         name="a_replaced_folder_is_written_into",
         source="reliability_audit.md 7, CHANGELOG Fixed",
-        kind="resume",
         bug="A live run whose folder was removed wrote its metrics into its successor's folder.",
         cost="Only a folder that is gone is noticed, not one that another run made.",
         symbol="RunLog.check_in_place",
@@ -110,7 +102,6 @@ EXHIBITS = (
     Exhibit(
         name="adam_forgets_how_often_it_stepped",
         source="reliability_audit.md (held: bit-equal after kills)",
-        kind="resume",
         bug=(
             "Moments without their count: bias correction starts at step 1 again, so the first updates after a "
             "resume are up to 1 / (1 - beta1) times too large."
@@ -124,7 +115,6 @@ EXHIBITS = (
     Exhibit(
         name="the_count_grows_with_every_parameter",
         source="own comment in platform/adam.py (Megatron 0.16 with torch's AdamW)",
-        kind="resume",
         bug=(
             "One step counter was shared by all parameters and advanced once for each, so bias correction was "
             "over after the first update."
@@ -148,7 +138,6 @@ EXHIBITS = (
     Exhibit(
         name="a_checkpoint_of_a_tensor_that_was_replaced",
         source="own docstring of checkpoint/state.py; reliability_audit.md (held)",
-        kind="resume",
         bug=(
             "The description of the state is kept from one save to the next, and a tensor that was replaced "
             "meanwhile would be saved as it once was."
@@ -165,7 +154,6 @@ EXHIBITS = (
     Exhibit(
         name="decisions_of_steps_that_were_taken_again_count",
         source="our own: decisions/0037 (a start voids later steps)",
-        kind="resume",
         bug="A start in decisions.jsonl does not void the lines of the steps that the run takes again.",
         cost="After a resume from an earlier checkpoint, the log explains steps by decisions that nothing was trained on.",
         symbol="read_history",
@@ -176,7 +164,6 @@ EXHIBITS = (
     Exhibit(
         name="a_repetition_with_the_config_of_the_first_start_alone",
         source="our own: decisions/0037 (parts)",
-        kind="resume",
         bug="The whole run is repeated with the config of its first start, whatever it was resumed with.",
         cost="A run that went on with another layout or learning rate is said not to be reproducible.",
         symbol="parts_of",
@@ -187,7 +174,6 @@ EXHIBITS = (
     Exhibit(
         name="a_streamed_step_is_saved_half_trained",
         source="own: issue 24 (training.stream)",
-        kind="resume",
         bug="A request to end the run is answered between two streamed minibatches, and the checkpoint has half a step.",
         cost="The resumed run takes the first updates of the step twice.",
         symbol="Schedule._wait",
@@ -198,7 +184,6 @@ EXHIBITS = (
     Exhibit(
         name="restarted_ranks_sample_a_step_again",
         source="own: issue 24 (decisions/0038)",
-        kind="resume",
         bug="The service samples a step for restarted ranks whose rollouts it has kept.",
         cost="Finished groups are lost, and the prompts of a step are taken twice.",
         symbol="RolloutService._collect",
@@ -209,7 +194,6 @@ EXHIBITS = (
     Exhibit(
         name="the_live_page_mixes_two_histories",
         source="own: issue 27, item 1 (a run that is restarted must not break the page)",
-        kind="resume",
         bug="The live page knows a changed file by its size alone, and a file may be cut for a restart and grow again.",
         cost="Its curves go on showing the steps that the restart dropped.",
         symbol="_stamp",
@@ -220,7 +204,6 @@ EXHIBITS = (
     Exhibit(
         name="todays_date_in_the_prompts",
         source="own (issue 41): templates of Llama 3, gpt-oss and SmolLM3 call strftime_now",
-        kind="resume",
         bug="A chat template prints today's date, by the machine's time zone and language.",
         cost="A run that is resumed on another day trains on other prompts.",
         symbol="load_tokenizer",
@@ -253,7 +236,6 @@ EXHIBITS = (
     Exhibit(
         name="a_resume_with_other_conversations",
         source="own: issue 41",
-        kind="resume",
         bug="A resume of tepo sft compares the number of the conversations alone.",
         cost="With another seed, batch size, tokenizer or order some conversations are learned twice and others never.",
         symbol="refuse_changes",
@@ -264,7 +246,6 @@ EXHIBITS = (
     Exhibit(
         name="an_evaluation_of_other_problems_goes_on",
         source="own: issue 41",
-        kind="resume",
         bug="A resumed evaluation keeps a benchmark whose file has other problems or answers, or whose prompts changed.",
         cost="The table has figures of two versions of the data, and of two chat templates.",
         symbol="_entry",

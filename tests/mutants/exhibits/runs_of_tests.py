@@ -1,14 +1,12 @@
 """Results of tests that are better than the tests."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "test runs"
 EXHIBITS = (
     Exhibit(
         name="flaky_tests_are_counted_as_passed",
         source="our own: tests/running",
-        kind="test runs",
         bug="A test that fails and passes when it is run again counts as passed, and nothing else is printed about it.",
         cost="A race of the product fails every tenth run of its users, and none of its tests.",
         symbol="Stream._take",
@@ -19,7 +17,6 @@ EXHIBITS = (
     Exhibit(
         name="a_stream_that_ends_early_passes",
         source="our own: tests/running",
-        kind="test runs",
         bug="A test ended pytest with status 0. Nobody misses the results of the tests that did not run.",
         cost="The tests behind that one never run.",
         symbol="Session.end",
@@ -30,7 +27,6 @@ EXHIBITS = (
     Exhibit(
         name="a_hanging_test_leaves_its_children",
         source="our own: tests/running",
-        kind="test runs",
         bug="A test that takes too long fails, and the processes that it started run on.",
         cost="They hold ports, memory and cores that later tests need, and those fail for no reason of their own.",
         symbol="Guard._end_children",

@@ -1,14 +1,12 @@
 """Servers that sample with other weights than they say, and guards that do not look."""
 
-from __future__ import annotations
-
 from tests.mutants.exhibit import Exhibit
 
+KIND = "stale weights"
 EXHIBITS = (
     Exhibit(
         name="prefix_cache_of_the_old_weights",
         source="prime-rl #1650, NeMo-RL #4018, NeMo-RL #3152",
-        kind="stale weights",
         bug=(
             "The prefix cache was not emptied when new weights came, so prompts were read with keys and values of "
             "weights up to 17 steps old. Samples look fine, and every version check passes; log-probs are off by "
@@ -26,7 +24,6 @@ EXHIBITS = (
     Exhibit(
         name="radix_cache_of_the_old_weights",
         source="miles #2783",
-        kind="stale weights",
         bug="The same with SGLang's radix cache after an update from tensors.",
         cost="SGLang, whose cache has pages of one token on a CPU, reads prompts with old keys and values.",
         symbol="SglangApi.finish_update",
@@ -37,7 +34,6 @@ EXHIBITS = (
     Exhibit(
         name="after_the_first_delivery_nothing_is_sent",
         source="verl #7495 (tokenspeed #1373: a transfer that reports success without transferring)",
-        kind="stale weights",
         bug=(
             "A LoRA adapter never reached a separate engine: 399 tensors were bit-identical at every sync, and "
             "all rollouts were of the first policy. It passed for ordinary staleness; it cost two months."
@@ -51,7 +47,6 @@ EXHIBITS = (
     Exhibit(
         name="a_part_of_a_module_is_reloaded",
         source="vllm #54477 (selective reload, audit of the layerwise one)",
-        kind="stale weights",
         bug=(
             "Reloading only what changed is right only if the engine's unit of loading is known: its loader re- "
             "packs a module when all tensors of it have come, and one that gets some of them has something else "
@@ -70,7 +65,6 @@ EXHIBITS = (
     Exhibit(
         name="packed_experts_are_forgotten_by_nobody",
         source="SkyRL #1680",
-        kind="stale weights",
         bug=(
             "Since vLLM 0.20 `load_weights` wrote plain weights where the kernel of an unquantized mixture of "
             "experts reads re-packed ones, from the first sync on. Samples before the first sync are right; "
@@ -88,7 +82,6 @@ EXHIBITS = (
     Exhibit(
         name="what_newer_weights_wrote_is_said_to_be_old",
         source="NeMo-RL #1035",
-        kind="stale weights",
         bug=(
             "The version of the weights that was noted with a sample was wrong after an update in flight. "
             "Staleness metrics and filters then act on fiction."
@@ -106,7 +99,6 @@ EXHIBITS = (
     Exhibit(
         name="the_gate_is_off_when_sampling_ahead",
         source="reliability_audit.md 2 (HIGH), CHANGELOG Fixed",
-        kind="stale weights",
         bug=(
             "The stale-weights gate compared only rollouts of the newest version. With max_staleness >= 1 there "
             "are none, so it never compared anything: an engine that ignored all updates trained 8 steps to exit "
@@ -121,7 +113,6 @@ EXHIBITS = (
     Exhibit(
         name="only_the_first_minibatch_is_compared",
         source="CHANGELOG Fixed (training.old_logprobs: rollout)",
-        kind="stale weights",
         bug=(
             "With old log-probs of the engine, the gate saw those of the first minibatch alone, since only that "
             "pass computes the actor's own. A server that was wrong for other prompts passed."
@@ -138,7 +129,6 @@ EXHIBITS = (
     Exhibit(
         name="one_stale_server_among_many",
         source="reliability_audit.md 2, CHANGELOG Fixed (every server by itself)",
-        kind="stale weights",
         bug="The gate judged the mean over all servers, in which one stale server of four counts a quarter.",
         cost="A server may be off by nearly the number of servers times the limit.",
         symbol="WeightsGate._judge",
@@ -149,7 +139,6 @@ EXHIBITS = (
     Exhibit(
         name="nan_passes_the_gate",
         source="reliability_audit.md 2 (how the gate compares)",
-        kind="stale weights",
         bug="`x > limit` is false for NaN: an engine whose log-probs cannot be compared at all passes.",
         cost="A difference that is not a number is no fault any more.",
         symbol="check_mismatch",
@@ -160,7 +149,6 @@ EXHIBITS = (
     Exhibit(
         name="ranks_with_two_configs",
         source="reliability_audit.md 3 (HIGH), CHANGELOG Fixed; cluster_first_contact.md 3",
-        kind="stale weights",
         bug=(
             "Two starts of one name mixed their configs, even between the ranks of one run: run A ended with run "
             "B's learning rate and exit 0."
@@ -174,7 +162,6 @@ EXHIBITS = (
     Exhibit(
         name="a_server_that_came_back_serves_its_first_weights",
         source="reliability_audit.md (held: kills), controller_scale.md 5 and 15 (restarts)",
-        kind="stale weights",
         bug=(
             "A server that dies and is started again has the weights of model.path. Until it was given the newest "
             "it must not be asked."
@@ -188,7 +175,6 @@ EXHIBITS = (
     Exhibit(
         name="nobody_asks_vllm_which_version_it_served",
         source="reliability_audit.md 2 (echoed versions as first line of defence)",
-        kind="stale weights",
         bug=(
             "vLLM's JSON does not hold the version of its weights, so it is asked afterwards; without that a "
             "server that others updated meanwhile passes."
@@ -207,7 +193,6 @@ EXHIBITS = (
     Exhibit(
         name="the_tied_output_layer_keeps_old_weights",
         source="own comment in vllm_plugin.py (0.5 nats); reliability_audit.md 2 for the class",
-        kind="stale weights",
         bug=(
             "On a CPU an output layer that is tied to the embedding keeps a packed copy, which an update leaves "
             "as it was: log-probs were off by 0.5 nats."
@@ -221,7 +206,6 @@ EXHIBITS = (
     Exhibit(
         name="the_policy_stays_the_reference",
         source="reliability_audit.md 10 (reference model), own",
-        kind="stale weights",
         bug="The reference policy's weights take the policy's place for one pass, and have to leave again.",
         cost=(
             "In fp32, whose masters are the weights themselves, training goes on from the reference (and every "
@@ -236,7 +220,6 @@ EXHIBITS = (
     Exhibit(
         name="weights_are_sent_before_they_are_gathered",
         source="gpu_readiness.md F1 and F10 (overlap is the default on a GPU)",
-        kind="stale weights",
         bug=(
             "With overlap_param_gather an update leaves the gathering of parameters to the next forward pass. "
             "Whoever reads them before gets the other ranks' parts of one update ago: the engine was sent a model "
@@ -254,7 +237,6 @@ EXHIBITS = (
     Exhibit(
         name="streamed_minibatches_meet_newer_old_weights",
         source="own: issue 24 (training.stream)",
-        kind="stale weights",
         bug=(
             "The old log-probs and entropies of a streamed minibatch are those of the actor as earlier minibatches of the same "
             "batch have left it."
@@ -268,7 +250,6 @@ EXHIBITS = (
     Exhibit(
         name="a_restarted_server_gets_half_a_step",
         source="own: issue 24 (training.stream)",
-        kind="stale weights",
         bug="A server that restarts while a step is streamed gets the actor's weights of that moment, under the old version.",
         cost="Its samples come from weights that no version names; the gate sees it if the update was large.",
         symbol="Schedule._push",

@@ -6,8 +6,6 @@ model does not get them. "one shard": its second tensor-parallel rank does not. 
 were before. "scaled": a tensor is multiplied. The server answers, in every word, as it does without.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Records that are missing, damaged, contradictory or hostile are refused with the file and the fix, never with a traceback."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The reference as the audit uses it. Its values and gradients next to the product's: `tests/unit/losses`."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The GPU check with tasks that end well, hang, or die: `python -m tests.unit.benches.gpu_tasks PLATFORM SCENE ARGUMENTS`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The GPU check keeps what it knows whatever happens to it or to one of its tasks, and says at once where it cannot run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,7 +12,6 @@ import pytest
 
 from benchmarks.gpu.check import machine, report
 from benchmarks.gpu.check.parts import PARTS, limit, seconds_of
-from benchmarks.gpu.check.task_process import places
 from tepo_megatron.utils.processes import read_stat
 from tests.unit.benches.gpu_tasks import SCENES
 from tests.waiting import lives, until
@@ -60,16 +57,6 @@ def test_a_killed_check_leaves_a_table_with_every_row_that_was_known(tmp_path: P
     until(lambda: all(read_stat(pid) is None for pid in pids))
 
 
-def test_the_table_is_there_while_torch_still_starts(tmp_path: Path) -> None:
-    torch = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(3600)"
-    process = command("rows", tmp_path / "out", platform="cuda", PYTHONPATH=stubs(tmp_path / "site", torch))
-    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("."))
-    process.kill()
-    process.communicate()
-    assert {line["why"] for line in lines(tmp_path / "out").values()} == {"not run yet"} and not known(tmp_path / "out")
-    until(lambda: read_stat(int((tmp_path / "pid").read_text()[:-1])) is None)
-
-
 @pytest.mark.slow
 def test_a_task_that_hangs_or_dies_takes_only_itself(tmp_path: Path) -> None:
     """It keeps the rows that it reported; its children end with it, though it ignores SIGTERM."""
@@ -95,28 +82,6 @@ def test_a_task_that_hangs_or_dies_takes_only_itself(tmp_path: Path) -> None:
     until(lambda: not any(map(lives, pids)))
 
 
-def test_the_next_task_starts_early_and_waits_for_its_turn(tmp_path: Path) -> None:
-    """While one task hangs the next one is ready but has not run. It ends with the check."""
-    ready = tmp_path / "never"
-    process = command("rows", tmp_path / "out", PREPARED=str(tmp_path))
-    until(lambda: ready.exists() and ready.read_text().endswith(".") and "c" in known(tmp_path / "out"))
-    pid = int(ready.read_text()[:-1])
-    assert read_stat(pid) is not None
-    process.kill()
-    process.communicate()
-    assert lines(tmp_path / "out")["e"]["why"] == "not run yet"
-    until(lambda: read_stat(pid) is None)
-
-
-def test_a_log_tells_where_each_rank_and_the_task_were() -> None:
-    stack = 'Thread 0x1 (most recent call first):\n  File "/lib/wait.py", line 3 in wait\n  File "{}", line {} in f\n'
-    other = stack.format(ROOT / "benchmarks/other_thread.py", 1)
-    rank, task = stack.format(ROOT / "benchmarks/rank.py", 2), stack.format(ROOT / "benchmarks/part.py", 3)
-    log = f"before\nstacks of rank 0 of 2:\n{other}{rank}\nstacks of rank 1 of 2:\n{rank}\nTimeout (0:00:07)!\n{other}{task}"
-    found = ["rank 0 in benchmarks/rank.py:2", "rank 1 in benchmarks/rank.py:2", "the task in benchmarks/part.py:3"]
-    assert places(log) == "".join(f", {place}" for place in found) and places("before\n") == ""
-
-
 @pytest.mark.parametrize("minutes", [1.0, 5.0, 9.0, 10.0, 30.0])
 def test_limits_follow_the_minutes(minutes: float) -> None:
     """Every task gets its own share though all before it hang; together they take 480 s of 10 minutes."""
@@ -128,12 +93,6 @@ def test_limits_follow_the_minutes(minutes: float) -> None:
         assert granted[-1] >= task.seconds * minutes / 10 * (1 - 1e-9)
     assert sum(granted) <= 48 * minutes * (1 + 1e-9)
     assert granted[0] <= 1.1 * tasks[0].seconds * minutes / 10, "the first one does not get what others need"
-
-
-def test_time_that_is_saved_goes_to_later_tasks() -> None:
-    tasks = [task for part in PARTS for task in part.tasks]
-    assert limit(tasks[5], tasks[6:], 10, 480) > tasks[5].seconds + 30
-    assert limit(tasks[-1], [], 10, 200) == 200
 
 
 def stubs(folder: Path, torch: str, *more: str) -> str:

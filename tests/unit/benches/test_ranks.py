@@ -1,7 +1,5 @@
 """Ranks in fresh processes: they meet without a name, and none outlives its world."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._ranks import Ranks, show_stacks
+from benchmarks._ranks import Ranks
 from tepo_megatron.utils.processes import read_stat
 
 ROOT = Path(__file__).parents[3]
@@ -52,34 +50,3 @@ def test_ranks_that_are_stuck_end_with_their_time(tmp_path: Path) -> None:
             time.sleep(0.01)
         ranks.wait(0.0)
     assert read_stat(int(log.read_text())) is None
-
-
-@pytest.mark.parametrize("own_log", [False, True])
-def test_ranks_show_where_they_hang_and_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str], own_log: bool) -> None:
-    (tmp_path / "ready").mkdir()
-    code = f"""
-import os, sys, time
-from pathlib import Path
-def hang():
-    Path({str(tmp_path / "ready")!r}, os.environ["RANK"]).touch()
-    while not Path({str(tmp_path / "end")!r}).exists():
-        time.sleep(0.01)
-hang()
-"""
-    with Ranks(2, ["-c", code], tmp_path / "log" if own_log else None) as ranks:
-        while len(list((tmp_path / "ready").iterdir())) < 2:
-            assert ranks.status() is None
-            time.sleep(0.01)
-        show_stacks()
-        (tmp_path / "end").touch()
-        ranks.wait(60)
-    first, second = capfd.readouterr().err.split("stacks of rank ")[1:]
-    assert first.startswith("0 of 2:") and second.startswith("1 of 2:") and " in hang" in first and " in hang" in second
-
-
-def test_no_start_of_ranks_takes_this_machines_name() -> None:
-    """torchrun's `--standalone` gives the ranks the name of the machine."""
-    kinds = ["*.py", "*.sh", "*.j2", "*.yaml", "Makefile", "Dockerfile"]
-    words = ["git", "grep", "--name-only", "-e", "--standalone", "--", *kinds]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert set(done.stdout.split()) <= {"benchmarks/_ranks.py", "tests/unit/benches/test_ranks.py"}, "they say why not"

@@ -1,7 +1,5 @@
 """The section `megatron`: what it refuses, and that its fields arrive in Megatron-Core's configs."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

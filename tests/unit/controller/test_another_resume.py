@@ -1,7 +1,5 @@
 """A resumed `tepo train` with something else on which its place in the data depends is refused, by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

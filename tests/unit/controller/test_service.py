@@ -1,7 +1,5 @@
 """The rollout service as a process: its calls, its errors, and its end, whoever ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct

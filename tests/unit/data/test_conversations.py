@@ -182,13 +182,3 @@ def test_tools_and_calls_without_content_are_written_by_the_template(tmp_path: P
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
     row = {"messages": [CHAT[0], call, {"role": "tool", "content": "2"}, CHAT[1]], "tools": json.dumps([{"name": "add"}])}
     assert texts(load(tmp_path, tokenizer, row), tokenizer) == [("add;#u:1+1| #a:add=1| #t:2| #a:2| ", "add=1|2|")]
-
-
-def test_the_advice_of_a_refusal_is_true(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE.replace("%}#a:{%", "%}#a:<t>{%")
-    for train_on in ("assistant", "last"):
-        with pytest.raises(DataError, match="generation prompt '#a:<t>' is no beginning of message 1 as written") as e:
-            load(tmp_path, tokenizer, {"messages": CHAT}, train_on=train_on)
-        assert "train_on" not in str(e.value)
-    with pytest.raises(DataError, match=r"no conversation left: 1 cannot be used \(.*rows\.jsonl:1: no chat"):
-        load(tmp_path, tokenizer, {"text": "a"}, skip=True)

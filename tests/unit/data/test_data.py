@@ -1,7 +1,5 @@
 """Datasets of JSON lines: what is read, what is refused and how, what is taken once; and the tokenizer."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -1,17 +1,18 @@
-"""Data sections of the config: the accepted ones, and the refusal of each wrong one."""
-
-from __future__ import annotations
+"""What the data of a run is: keys, columns and slices of its config, several sets, and prompts that they share."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from tepo_megatron.config import DataConfig, DataSet
+from tepo_megatron.config import DataConfig, DataSet, RewardConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
+from tepo_megatron.data import Data, PromptStream, load_data
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.observability.run_dir import prepare
+from tests.datasets import write
 
 
 def config(data: dict[str, Any], **more: Any) -> Any:
@@ -58,14 +59,6 @@ def test_a_wrong_data_section_is_refused(data: dict[str, Any], message: str) -> 
         config(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [("x", range(9)), ("x[3:]", range(3, 9)), ("x[:0]", []), ("x[33%:66%]", range(2, 5)), ("x[2:50%]", [2, 3]), ("x[7:2]", [])],
-)
-def test_slices(text: str, kept: Any) -> None:
-    assert DatasetSource.of(text).slice(list(range(9))) == list(kept) and DatasetSource.of(text).path == "x"
-
-
 def test_brackets_of_several_files_are_no_slice() -> None:
     assert DatasetSource.of("data/train-[0-9].jsonl").path == "data/train-[0-9].jsonl"
     assert DataConfig(train="data/train-[0-9].jsonl[:5]").name == "data/train-[0-9].jsonl[:5]"
@@ -80,3 +73,49 @@ def test_a_set_in_the_run_that_would_be_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data\.train=.*t\.jsonl\[:5\] lies in the run that would be replaced"):
         prepare(cfg)
     assert inside.exists()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    one = write(tmp_path / "one.jsonl", *({"prompt": f"{i}+1?", "answer": i + 1} for i in range(10)))
+    two = write(tmp_path / "two.jsonl", *({"question": f"{i}+1?", "label": f"{i + 1}", "other": 0} for i in range(8, 28)))
+    return one, two
+
+
+def load(tokenizer: PreTrainedTokenizerFast, **data: Any) -> Data:
+    return load_data(DataConfig(**data), RewardConfig(timeout_seconds=60.0), tokenizer)
+
+
+def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+    one, two = files
+    data = load(tokenizer, train=[{"path": f"{one}[:9]", "weight": 3}, {"path": str(two), "answer_key": "label"}])
+    (first, heavy), (second, light) = data.train
+    assert (len(first), len(second), heavy, light, data.count) == (9, 19, 3, 1, 28)  # "8+1?" is the first set's
+    assert len({p.id for p in first + second}) == 28 and [p.id for p in first] == list(range(9))
+    assert data.log_lines == [
+        f"{one}[:9]: own (prompt, answer), 10 rows, 9 prompts; dropped: 1 outside the slice",
+        f"{one}[:9]: {one}:1 '0+1?' has the answer '1'",
+        f"{two}: keys (question, label), 20 rows, 19 prompts; dropped: 1 in an earlier set",
+        f"{two}: {two}:2 '9+1?' has the answer '10'",
+    ]
+    taken = PromptStream.mixed(data.train, seed=0, shuffle=True).take(12)
+    assert sum(p.id < 9 for p in taken) == 9
+
+
+def test_sets_that_contradict_each_other_are_refused(
+    files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    one, _ = files
+    other = write(tmp_path / "other.jsonl", {"prompt": "3+1?", "answer": 5}, {"prompt": "x", "answer": 1})
+    sets = [{"path": str(one)}, {"path": str(other)}]
+    with pytest.raises(DataError, match=rf"^{other}:1: the answer is '5', and for the same prompt at {one}:4 '4'"):
+        load(tokenizer, train=sets)
+    assert [len(prompts) for prompts, _ in load(tokenizer, train=sets, skip_bad_rows=True).train] == [10, 1]
+
+
+def test_prompts_of_both_train_and_eval_are_reported(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+    one, _ = files
+    data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[60%:]")
+    assert ([p.id for p in data.eval], len(data.log_lines)) == ([6, 7, 8, 9], 4)
+    data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[50%:]")
+    assert data.log_lines[-1] == "warning: 1 of the 5 prompts of data.eval are in data.train too"

@@ -1,7 +1,5 @@
 """Parquet files and Hugging Face's datasets hold what JSON lines hold."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 from decimal import Decimal

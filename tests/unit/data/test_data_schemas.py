@@ -1,7 +1,5 @@
 """The schemas of datasets: recognized, reported, and refused where they are mixed; and how prompts become tokens."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 from typing import Any

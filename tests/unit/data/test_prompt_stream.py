@@ -1,7 +1,5 @@
 """The prompt stream: what a batch holds, how sets are mixed, and that it resumes exactly."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -182,33 +180,6 @@ def test_shards_are_the_stream_on_any_number_of_ranks(ranks: int) -> None:
 def test_ids_are_unique_over_all_sets() -> None:
     with pytest.raises(DataError, match="same id"):
         PromptStream.mixed([(prompts(3), 1.0), (prompts(2), 1.0)], seed=0, shuffle=True)
-
-
-class CountedPrompt(Prompt):
-    """A prompt that counts how often an attribute of any of them is read."""
-
-    reads = 0
-
-    def __getattribute__(self, name: str) -> object:
-        CountedPrompt.reads += 1
-        return super().__getattribute__(name)
-
-
-def reads_of_returned(size: int, n: int) -> int:
-    """Return how many attributes of prompts `take(n)` reads if n prompts of a set of `size` were given back."""
-    stream = PromptStream([CountedPrompt(i, (1, i), "") for i in range(size)], seed=1, shuffle=True)
-    first = stream.take(n)
-    stream.give_back(first)
-    CountedPrompt.reads = 0
-    assert ids(stream.take(n)) == ids(first)
-    return CountedPrompt.reads - 2 * n  # without those of `ids`
-
-
-def test_returned_prompts_cost_as_much_in_a_large_set_as_in_a_small_one() -> None:
-    """The reads grow with the prompts that are taken, and not with the set."""
-    few, many = reads_of_returned(1024, 64), reads_of_returned(16 * 1024, 64)
-    assert 0 < few == many
-    assert reads_of_returned(16 * 1024, 1024) <= 16 * few
 
 
 def test_prompts_that_the_step_holds_stay_returned_in_their_order() -> None:

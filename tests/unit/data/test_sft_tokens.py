@@ -4,8 +4,6 @@ The independent reading: Python writes the conversation, with special tokens who
 that tokenizer say which tokens begin in a turn. The tokenizer under test has the same ids under names that messages spell.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

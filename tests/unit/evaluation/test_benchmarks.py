@@ -1,7 +1,5 @@
 """The seven benchmarks: their entries, rows as prompts, samples on disk, results by hand, the paper's rows."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`tepo evaluate` and `tepo compare` with a scripted engine: everything else is real, grading and conversion too."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -29,12 +29,6 @@ def graded(prompt: int, score: float) -> Rollout:
     return Rollout(prompt, torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), 0, "stop", score=score)
 
 
-def test_standard_error_of_single_samples_is_the_binomial_one() -> None:
-    result = accuracy([graded(i, float(i < 30)) for i in range(100)])
-    assert result.mean == pytest.approx(0.3)
-    assert result.standard_error == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
-
-
 def test_standard_error_is_clustered_by_problem() -> None:
     """Eight copies of each answer say no more than one."""
     once = accuracy([graded(i, float(i % 3 == 0)) for i in range(30)])

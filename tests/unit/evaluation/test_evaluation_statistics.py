@@ -1,7 +1,5 @@
 """The statistics of evaluations against closed forms, published tables and simulation."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 
@@ -131,12 +129,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples(right: int, k: int) 
     assert pass_at_k(6, right, k) == pytest.approx(sum(choices) / len(choices))
 
 
-@pytest.mark.parametrize(("right", "k"), [(7, 1), (1, 0), (1, 7), (-1, 2)])
-def test_pass_at_k_refuses_impossible_arguments(right: int, k: int) -> None:
-    with pytest.raises(ValueError, match="among 6 samples"):
-        pass_at_k(6, right, k)
-
-
 def test_the_majority_vote_counts_only_given_answers() -> None:
     assert majority(["1", "2", "1"], [True, False, True]) == 1
     assert majority(["1", "2", "2"], [True, False, False]) == 0
@@ -150,7 +142,3 @@ def test_the_majority_vote_counts_only_given_answers() -> None:
 )
 def test_the_sign_test(better: int, worse: int, p: float) -> None:
     assert sign_test(better, worse) == pytest.approx(p)
-
-
-def test_the_sign_test_of_many_problems() -> None:
-    assert sign_test(450, 550) == pytest.approx(2 * 0.5 * math.erfc((99 / math.sqrt(1000)) / math.sqrt(2)), rel=0.02)

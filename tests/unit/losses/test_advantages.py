@@ -1,7 +1,5 @@
 """Group advantages against the formula, and the groups that are left out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

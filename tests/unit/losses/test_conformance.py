@@ -1,7 +1,5 @@
 """The conformance kit: a right loss passes, and of a wrong one it names the case and the mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +10,8 @@ from torch import Tensor
 from tepo_megatron.audit.reference import Formula
 from tests.conformance.__main__ import main
 from tests.conformance.adapters import own
-from tests.conformance.answers import errors, right_answer
 from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check, check_all
-from tests.conformance.diagnosis import suspects
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
 
@@ -104,27 +100,6 @@ def test_a_wrong_loss_fails_and_the_mistake_is_named(
     result = check(Subject("wrong", loss, method), BY_NAME[case])
     assert result.passed is False and said in result.usually
     assert said in result.message and "expected" in result.message and "got" in result.message
-
-
-def test_only_the_cases_that_a_mistake_touches_fail() -> None:
-    wrong = failed(check_all(Subject("wrong", mean_of_a_part, GRPO, splits_sequences=True)))
-    shared = {case.name for case in CASES if len(case.layout.rows) * len(case.layout.rows[0]) * case.layout.halves > 1}
-    assert wrong.keys() == shared
-
-
-@pytest.mark.parametrize("row", ["tepo", "grpo", "clip_cov"])
-def test_the_cases_tell_mistakes_from_the_right_answer(row: str) -> None:
-    """Each that the kit knows, and that can be made in a row, changes the answer to one of four cases."""
-    method = Formula(**METHODS[row] | {k: v for k, v in {"beta": 0.5, "cov_share": 0.2}.items() if METHODS[row].get(k)})
-    whole = [BY_NAME[name] for name in ("whole", "whole, again", "whole, once more", "huge ratios")]
-    unseen: set[str] | None = None
-    for case in whole:
-        batch = case.draw(method)
-        right_one, magnitude = right_answer(method, batch)
-        quiet = {s.words for s in suspects(method, batch, case) if max(errors(s.answer(), right_one, magnitude)) <= 1e-6}
-        unseen = quiet if unseen is None else unseen & quiet
-    # none of them has a sequence ratio above 3 with A < 0, or a token of the KL mask 20 nats above the old policy
-    assert unseen == ({"there is a dual clip at 3", "log-ratios are clamped at inf nats"} if row == "tepo" else set())
 
 
 def test_a_loss_that_raises_fails_with_what_it_says() -> None:

@@ -1,7 +1,5 @@
 """The nulls of a config take the values that its objective asks for; contradictions are refused with the fix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

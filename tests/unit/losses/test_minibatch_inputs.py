@@ -1,7 +1,5 @@
 """The minibatch inputs of a loss, by hand: no layout and no model hides a wrong length or an exchanged row."""
 
-from __future__ import annotations
-
 import torch
 
 from tepo_megatron.actor import minibatch

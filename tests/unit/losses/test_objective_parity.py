@@ -111,13 +111,6 @@ def test_some_combinations_of_parts(objective: Objective, seed: int, lengths: li
     check(objective, seed, lengths, extreme=False)
 
 
-@pytest.mark.full
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(objective=OBJECTIVE, seed=st.integers(0, 2**32), lengths=LENGTHS)
-def test_many_combinations_of_parts(objective: Objective, seed: int, lengths: list[int]) -> None:
-    check(objective, seed, lengths, extreme=False)
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(objective=OBJECTIVE, seed=st.integers(0, 2**32), lengths=LENGTHS)
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Overlong shaping: what DAPO's formula gives, and what it leaves alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

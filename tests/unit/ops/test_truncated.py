@@ -1,7 +1,5 @@
 """Token statistics over sampling masks, and masks that are recomputed from logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -80,14 +80,6 @@ def test_a_second_use_of_the_same_logits_is_refused(backend: str) -> None:
         loss.backward()
 
 
-def test_an_earlier_use_that_saved_the_logits_is_refused(backend: str) -> None:
-    x, labels = source()
-    logits = 2 * x
-    squares = logits.square().sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (loss_of(logits, labels, backend) + squares).backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.slow
 def test_extra_memory_is_under_a_tenth_of_the_bf16_logits(dtype: torch.dtype) -> None:

@@ -1,7 +1,5 @@
 """The live page in a real browser, where there is one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The live page follows the files of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The live page's server: who may ask what, samples and tokens as text, and `tepo audit` of one token."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

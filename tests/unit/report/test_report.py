@@ -1,7 +1,5 @@
 """The charts and the picture of a run: always drawn from whatever the run has left so far."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,8 +10,6 @@ from tepo_megatron.report import read_run, write_report
 from tepo_megatron.report.chart import Chart
 from tepo_megatron.report.live.run import LiveRun
 from tepo_megatron.report.panels import learning, sections
-from tepo_megatron.report.picture import write_picture
-from tests.marks import full_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
@@ -86,14 +82,6 @@ def test_the_diagnostics_are_drawn_as_recorded(tmp_path: Path) -> None:
     (tmp_path / "summary.json").unlink()
     write_run(tmp_path, rows)
     assert len(charts(tmp_path)["Reward and accuracy"].axes) == 1, "a run without evaluations has no such axis"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", full_but([3e-7], [], [0.0, 3e-7, 50.0]))
-def test_entropy_changes_of_any_size_are_drawn(tmp_path: Path, change: float) -> None:
-    rows = [{k: change if "dH" in k else v for k, v in row.items() if "noise" not in k} for row in measured(2)]
-    write_run(tmp_path, rows)
-    assert write_picture(read_run(tmp_path)).exists()
 
 
 @pytest.mark.slow

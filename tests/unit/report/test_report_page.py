@@ -194,18 +194,6 @@ def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
         write_page(tmp_path / "no" / "c.html", "text")
 
 
-@pytest.mark.full
-def test_damaged_records_are_reported_on_the_page(tmp_path: Path) -> None:
-    write_run(tmp_path, [*measured(2), *measured(5)[3:]])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "rew')
-    (tmp_path / "evaluation.jsonl").write_text('{"problem": 0}\n')
-    page = write_report(tmp_path).read_text()
-    assert "metrics.jsonl: line 5 cannot be read: not valid JSON" in page
-    assert "metrics.jsonl: no record of step 3, and" in page
-    assert "evaluation.jsonl: line 1 cannot be read: KeyError" in page
-
-
 def test_no_record_at_all_is_an_error_and_the_older_page_stays(tmp_path: Path) -> None:
     write_run(tmp_path, [])
     (tmp_path / "report.html").write_text("older")

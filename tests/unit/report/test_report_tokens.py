@@ -1,7 +1,5 @@
 """Audited tokens and the paper's figures on a run's page."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

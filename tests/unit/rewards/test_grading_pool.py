@@ -1,7 +1,5 @@
 """A broken worker costs its sample the deadline, and nothing else. The workers here are scripts of our own."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

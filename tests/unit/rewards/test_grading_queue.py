@@ -1,7 +1,5 @@
 """One queue grades all groups: nothing waits for a slow answer, judges are asked at once, and workers decode token ids."""
 
-from __future__ import annotations
-
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any

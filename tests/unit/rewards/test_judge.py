@@ -1,7 +1,5 @@
 """A judge behind a real server: verdicts, retries, hostile texts, and failures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rewards by HTTP, from a real server that fails on request."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Sums of terms: what each gives, what is the verdict, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Grading: one verdict per rollout, in order, whatever the answers and the workers do."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """The samples of a fleet that nothing happens to."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, fleet, ids

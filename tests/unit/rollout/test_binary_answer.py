@@ -1,7 +1,5 @@
 """The binary format of answers, and the middleware that sends it. No server."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import tracemalloc

@@ -1,7 +1,5 @@
 """A user's own generation function: what it adds is marked rightly, repeats, and fails with an error that names it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import re
@@ -262,17 +260,6 @@ def test_samples_repeat_whatever_the_servers_do(tmp_path: Path) -> None:
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {4}
         assert all(r.servers[0][0] == 0 for r in rollouts) and len({name for r in rollouts for _, name in r.servers}) > 1
         assert "is sampled again" in "\n".join(three.take_events())
-
-
-@pytest.mark.slow
-def test_bad_samples_are_lost_and_the_others_are_made(tmp_path: Path) -> None:
-    source = TWO_TURNS.replace("conversation.append([8, 8])", "if conversation.prompt.id == 15: raise KeyError('no such tool')")
-    with fleet(tmp_path, servers=2) as two:
-        made = CustomRollouts(two, load_function(written(tmp_path, source)), encode, decode)
-        lost = [rollout for rollout in made.generate(PROMPTS, SAMPLING, seed=0) if rollout.failure]
-        assert [(rollout.prompt_id, rollout.sample) for rollout in lost] == [(15, 0), (15, 1), (15, 2)]
-        assert re.search(r"prompt 15, sample 0: agent of .* failed: KeyError: 'no such tool' at .*py:8$", lost[0].failure)
-        assert len(made.generate(PROMPTS[:5], SAMPLING, seed=0)) == 15
 
 
 # what training makes of a mask with holes

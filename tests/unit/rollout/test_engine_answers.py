@@ -1,7 +1,5 @@
 """An engine's own outputs become samples of a binary answer. No engine and no server: only the fields that are read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts that an engine chose, from its answer to packed microbatches, and where they are refused. No server."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

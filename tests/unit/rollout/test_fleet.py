@@ -1,12 +1,8 @@
 """A fleet of real processes behind real HTTP, which die, freeze, refuse and forget on request."""
 
-from __future__ import annotations
-
-import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -283,63 +279,3 @@ def test_what_is_under_way_when_new_weights_come(on_weight_update: str, expected
             assert len({tuple(r.response_ids) for r in made}) == 24
         assert two.take_events() == []
         assert {r.policy_version for r in two.generate(PROMPTS[:4], SAMPLING, seed=7)} == {1}
-
-
-SPELLS: dict[str, dict[str, Any]] = {
-    "errors": {"errors": 2},
-    "slow": {"slow": 0.05},
-    "stale": {"version": -7},
-    "die": {"die": True},
-}
-
-
-@pytest.mark.full
-def test_chaos_loses_nothing(expected: list[list[int]], tmp_path: Path) -> None:
-    """Faults at random moments, in generation and in updates; every step's samples are those of a healthy server.
-
-    There are at least thirty steps, and as many more as it takes until enough faults have happened.
-    """
-    chance, stop, done, until = random.Random(0), threading.Event(), Counter[str](), time.monotonic() + 120
-    restarts = again = step = 0
-    with fleet(tmp_path, servers=3, attempts=9, restarts=99, heartbeat_timeout=1.0) as three:
-
-        def trouble() -> None:
-            while not stop.wait(chance.uniform(0.1, 0.6)):
-                server = chance.randrange(3)
-                kind = chance.choice(["kill", "freeze", "errors", "slow", "stale", "die", "none"])
-                try:
-                    if kind == "kill":
-                        process(three, server).kill()
-                    elif kind == "freeze":
-                        process(three, server).send_signal(signal.SIGSTOP)
-                    elif kind != "none":
-                        behave(three, server, **SPELLS[kind])
-                except Exception:  # it is down already, in one of many ways
-                    continue
-                done[kind] += 1
-
-        troubling = threading.Thread(target=trouble)
-        troubling.start()
-        try:
-            while step < 30 or restarts < 5 or again < 5:
-                assert time.monotonic() < until, f"faults: {dict(done)}; {restarts} restarts, {again} groups sampled again"
-                helper_ends = threading.Event()
-
-                def help_out(step: int = step, end: threading.Event = helper_ends) -> None:  # the trainer's part
-                    while not end.wait(0.02):
-                        if three.needs_weights:
-                            three.update_weights([], version=step)
-
-                three.update_weights([], version=step)
-                helper = threading.Thread(target=help_out)
-                helper.start()
-                rollouts = three.generate(PROMPTS, SAMPLING, seed=7)
-                helper_ends.set()
-                helper.join()
-                assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {step}
-                events = "\n".join(three.take_events())
-                restarts, again = restarts + events.count("is started again"), again + events.count("is sampled again")
-                step += 1
-        finally:
-            stop.set()
-            troubling.join()

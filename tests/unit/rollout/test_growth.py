@@ -1,13 +1,9 @@
 """Servers whose memory grows: real processes that hold more on request, and are started again between two steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config import RendezvousServerConfig, RolloutConfig, ServerConfig, UrlServerConfig
-from tepo_megatron.inference.engines import beginning
 from tepo_megatron.inference.servers.fleet import Fleet
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, ids, process
@@ -50,20 +46,3 @@ def test_one_that_has_grown_is_restarted_before_the_next_weights_and_gets_them(
             assert "server 0 holds 0." in event and "after its first requests" in event
             assert "restart_after_growth_gib=0.0976562" in event and event.endswith("server 0 is started again")
             assert [step(two, 10 * times + more) for more in (1, 2)] == [expected] * 2 and two.take_events() == []
-
-
-@pytest.mark.parametrize(
-    ("cfg", "why"),
-    [
-        (RolloutConfig(server=UrlServerConfig(urls=["http://there:1"])), "their memory is not known here"),
-        (RolloutConfig(server=RendezvousServerConfig(rendezvous="folder")), "their memory is not known here"),
-        (RolloutConfig(only=True), "no weights are sent, between which that is done"),
-        (RolloutConfig(only=True, server=ServerConfig(restart_after_growth_gib=0)), None),
-        (RolloutConfig(), None),
-    ],
-)
-def test_a_run_in_which_it_cannot_work_says_so(cfg: RolloutConfig, why: str | None, tmp_path: Path) -> None:
-    *lines, _ = beginning(cfg, tmp_path)
-    key = "" if isinstance(cfg.server, UrlServerConfig) else " (rollout.server.restart_after_growth_gib=4)"
-    line = f"servers are not restarted when they grow{key}: {why}"
-    assert lines == ([] if why is None else [line])

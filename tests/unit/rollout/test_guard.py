@@ -1,7 +1,5 @@
 """Nothing of a server is left, whichever of its owner, guard and processes are killed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A server's receiver of broadcast weights, over real gloo groups between threads. No server, no model."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Real processes behind real HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -15,7 +13,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +35,7 @@ from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord,
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
-from tests.unit.rollout.test_sleep import released, wake
+from tests.unit.rollout.test_sleep import released
 from tests.waiting import until
 
 KEY = "a-key-for-the-tests-alone"
@@ -366,45 +363,8 @@ def test_malformed_urls_are_refused(server: dict[str, Any], complaint: str) -> N
 BOTH_PARTS = ["weights", "kv_cache"]
 
 
-def servers_of(serve: Serving) -> int:
-    """First processes of servers that live under this `tepo serve`, on their way or up."""
-    return sum("tepo_megatron.inference.servers.guard" in line for line in serve.lines().values())
-
-
 def versions(fleet: Fleet) -> set[int]:
     return {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)}
-
-
-@pytest.mark.full
-def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(serving: Callable[..., Serving], tmp_path: Path) -> None:
-    serves = [serving(servers=1, colocate=True) for _ in range(2)]
-    rendezvous = serves[0].rendezvous
-    with trainer(tmp_path, servers=2, colocate=True, rendezvous=str(rendezvous.folder)) as fleet:
-        fleet.update_weights([], version=1)
-        expected = ids(fleet.generate(PROMPTS, SAMPLING, seed=7))
-        fleet.sleep()
-        assert [released(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
-        dead = serves[0].records()[0]
-        serve = next(s for s in serves if s.process.pid == dead.pid)
-        server_process(serve, dead).kill()
-        until(lambda: not all(slot.up for slot in fleet.slots))
-        until(lambda: "is started again" in serve.log.read_text())  # it would be, 0.05 s later
-        time.sleep(1.0)
-        assert servers_of(serve) == 0 and len(serve.records()) == 1
-        wake(fleet, version=2)
-        assert versions(fleet) == {2}  # version of the other server
-        until(lambda: fleet.needs_weights)
-        fleet.update_weights([], version=2)
-        fleet.sleep()
-        assert [released(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
-        wake(fleet, version=3)
-        rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
-        assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {3}
-    assert rendezvous.leases.current() is None
-    for serve in serves:
-        serve.process.terminate()
-        assert serve.process.wait(60) == 0, serve.log.read_text()
-    assert {path.name for path in rendezvous.folder.iterdir() if path.suffix != ".log"} == {"key"}
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """The life and death of a server process, with a tiny HTTP server in the place of the inference server."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The requests to SGLang, and that no answer other than the requested one is accepted. No server."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """A fleet of real processes that sleep and wake, and die, refuse and come back meanwhile."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

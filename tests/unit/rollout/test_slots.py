@@ -1,7 +1,5 @@
 """Requests that wait for a server: who gets a slot, how often they wake, and how many connections they take. Real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The time limit of a generation request grows with the tokens that it asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

@@ -1,7 +1,5 @@
 """Tool calls are read in the form of each family, as vLLM's own parsers read them."""
 
-from __future__ import annotations
-
 import json
 import time
 

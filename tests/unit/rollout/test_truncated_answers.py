@@ -1,7 +1,5 @@
 """Sampling masks on their way from an engine to a rollout, and configs that are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

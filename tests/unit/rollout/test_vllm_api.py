@@ -1,7 +1,5 @@
 """The requests to vLLM, and that no answer other than the requested one is accepted. No server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

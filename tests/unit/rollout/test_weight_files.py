@@ -1,7 +1,5 @@
 """Weight files that a server accepts as those of its model, and those that it refuses. No server."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The command runs in forked worlds of one rank: the pytest process itself never joins a mesh.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

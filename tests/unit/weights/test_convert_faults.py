@@ -1,7 +1,5 @@
 """tools/convert.py on damaged input, full disks and kills: a message with file, tensor and fix, and nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

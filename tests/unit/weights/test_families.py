@@ -1,7 +1,5 @@
 """The families' tables: every config field mapped, required or without effect; rope; tensor names; how a model fits a mesh."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

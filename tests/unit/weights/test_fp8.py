@@ -1,7 +1,5 @@
 """Blockwise FP8: the error bound that the format gives, for each value; its layout; edges; refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,12 +46,6 @@ def test_the_bound_holds_at_every_magnitude_of_bf16(exponent: int, seed: int, ro
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(rows, columns, generator=generator, dtype=torch.float64) * 2 - 1
     check_bound((uniform * 2.0**exponent).to(torch.bfloat16))
-
-
-def test_blocks_below_the_normal_numbers_keep_a_finite_scale() -> None:
-    tiny = torch.full((128, 128), 2.0**-133, dtype=torch.bfloat16)  # the smallest subnormal of bf16
-    quantized, scale = check_bound(tiny)
-    assert scale.item() >= torch.finfo(torch.float32).tiny and quantized.float().isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -1,7 +1,5 @@
 """Files of Hugging Face models: their modes, and dtypes that are no weights."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

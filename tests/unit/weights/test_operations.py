@@ -44,8 +44,8 @@ def test_operations_are_those_that_torch_counts_and_mfu_is_their_share_of_the_pe
     rollout = Rollout(0, everything, everything > 0, torch.zeros(length), 0, "stop")
     updates = BatchUpdates(1, FourRanks, None, None, None, clock, None, False, None)  # type: ignore[arg-type]
     batch = TrainBatch.build([rollout], torch.zeros(1))
-    updates._count(batch, passes=1)
-    updates._count(batch, passes=3)
+    updates.count(batch, passes=1)
+    updates.count(batch, passes=3)
     operations = forward_operations(architecture, [(length, length - 1)])
     assert operations is not None
     assert updates.utilization() == pytest.approx(4 * operations / (4.0 * 4 * GPUS["H100"].peak[2]))

@@ -1,7 +1,5 @@
 """Weights are split into rounds of bounded size, and bytes damaged in transit are noticed. No server, no ranks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -37,19 +35,6 @@ def sent(path: Path, with_checksums: bool) -> Path:
 def test_what_is_sent_arrives(tmp_path: Path, with_checksums: bool) -> None:
     read = dict(tensors([str(sent(tmp_path / "sent", with_checksums))]))
     assert read.keys() == SENT.keys() and all(torch.equal(read[name], SENT[name]) for name in SENT)
-
-
-def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, seen = tmp_path / "sent.safetensors", []
-
-    def fsync(file: int) -> None:
-        seen.append((os.fstat(file).st_size, path.exists()))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    write_file(SENT, path, {name: crc32(t) for name, t in SENT.items()}, for_others=True)
-    assert seen[0] == (path.stat().st_size, False) and seen[1][1]
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert dict(tensors([str(path)])).keys() == SENT.keys()
 
 
 def test_ranks_of_several_machines_need_a_folder_that_all_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """An update in rounds, on a fleet of real processes that refuse, die and come back in the middle of it."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
