@@ -5,9 +5,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tepo_megatron.checkpoint.folder import steps
 from tepo_megatron.config.io import differences, load_config, parse_overrides, plain
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.launcher.ranks import newest_step
 from tepo_megatron.observability.run_dir import CONFIG_FILE
 
 _OF_A_START = ("name", "output", "resume", "overwrite")
@@ -40,7 +40,7 @@ def words_of(run_dir: Path, words: Sequence[str]) -> list[str]:
 def said_before(run_dir: Path, words: Sequence[str]) -> list[str]:
     """Return lines that say where a run goes on, and what `words` change. Raises ConfigError for what cannot be changed."""
     before, after = (plain(load_config(run_dir / CONFIG_FILE, list(changed))) for changed in ((), words))
-    step = max(steps(run_dir / "checkpoints"), default=0)
+    step = newest_step(run_dir / "checkpoints")
     place = f"goes on after step {step}" if step else "starts over, because no checkpoint is complete"
     lines = [f"{run_dir}: {place}"]
     shorter = after["training"]["steps"] < before["training"]["steps"]

@@ -28,9 +28,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import CheckpointConfig, Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.main_driver import MainDriver
@@ -221,16 +222,19 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                trace, save = self._started.trace.take_request(), trains and self._save_is_due(self._cfg)
+                trace, save = (
+                    self._started.trace.take_request(),
+                    trains and self._save_is_due(self._cfg.checkpoint, self._cfg.run_dir),
+                )
                 return Waited("done", self._tasks.pop(number).future.result(0), save=save, trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)
         return Waited("stop")  # nobody hears it
 
-    def _save_is_due(self, cfg: Config) -> bool:
+    def _save_is_due(self, cfg: CheckpointConfig, run_dir: Path) -> bool:
         """Return whether the step is to be followed by a checkpoint because someone asks for it, or by `checkpoint.minutes`."""
-        due = take_save(cfg.run_dir) or cfg.checkpoint.is_due(time.monotonic() - self._saved_at)
+        due = take_save(run_dir) or cfg.is_due(time.monotonic() - self._saved_at)
         if due:
             self._saved_at = time.monotonic()
         return due

@@ -228,6 +228,13 @@ def _read(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
+def newest_step(checkpoints: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    from tepo_megatron.checkpoint.folder import steps
+
+    return max(steps(checkpoints), default=0)
+
+
 class RestartPolicy:
     """Counts the restarts without progress. Progress is a newer complete checkpoint.
 
@@ -237,13 +244,13 @@ class RestartPolicy:
 
     def __init__(self, limit: int, checkpoints: Path) -> None:
         self._limit, self._checkpoints = limit, checkpoints
-        self._newest, self._count = self._step(), 0
+        self._newest, self._count = newest_step(self._checkpoints), 0
 
     def allow(self, failures: Mapping[int, RankFailure], kills: MemoryKills) -> str | None:
         """Count a failure of the ranks. Return how they are restarted, as text; None if they are not."""
         if not self._limit or not is_recoverable(failures, kills):
             return None
-        newest = self._step()
+        newest = newest_step(self._checkpoints)
         if newest > self._newest:
             self._newest, self._count = newest, 0
         self._count += 1
@@ -251,11 +258,6 @@ class RestartPolicy:
             return None
         where = f"from the checkpoint of step {newest}" if newest else "from the start, because there is no checkpoint yet"
         return f"the ranks are restarted {where} (restart {self._count} of {self._limit} without a newer checkpoint)"
-
-    def _step(self) -> int:
-        from tepo_megatron.checkpoint.folder import steps
-
-        return max(steps(self._checkpoints), default=0)
 
 
 def is_recoverable(failures: Mapping[int, RankFailure], kills: MemoryKills) -> bool:

@@ -214,7 +214,6 @@ EXHIBITS = (
     Exhibit(
         name="a_resume_forgets_the_changes_of_its_start",
         source="own: issue 44",
-        kind="resume",
         bug="The documented line resumed with the config file: what the run's own command line had changed was lost.",
         cost="30 steps became 5, and with a mistyped name a new run was trained. Nobody said so.",
         symbol="config_of",
@@ -225,7 +224,6 @@ EXHIBITS = (
     Exhibit(
         name="a_dead_run_looks_alive",
         source="own: issue 44",
-        kind="resume",
         bug="The live page takes a run without summary for one under way: a green dot beside a step of three hours ago.",
         cost="A night of GPU hours that nobody resumes.",
         symbol="is_gone",
