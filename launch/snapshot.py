@@ -202,8 +202,8 @@ def with_frozen_functions(cfg: Config, code: CodeVersion, home: Path) -> Config:
     """Return the config with each user function that is in the checkout replaced by the same one in the snapshot."""
 
     def frozen(function: str) -> str:
-        file, _, name = function.rpartition(":")
-        return f"{code.frozen(file, home)}:{name}"
+        file, colon, name = function.rpartition(":")
+        return f"{code.frozen(file, home)}:{name}" if colon else function  # a row of the table of objectives
 
     terms = [
         dataclasses.replace(term, function=frozen(term.function)) if isinstance(term, CustomTermConfig) else term
@@ -211,7 +211,8 @@ def with_frozen_functions(cfg: Config, code: CodeVersion, home: Path) -> Config:
     ]
     function = cfg.rollout.function
     rollout = dataclasses.replace(cfg.rollout, function=None if function is None else frozen(function))
-    return dataclasses.replace(cfg, rollout=rollout, reward=dataclasses.replace(cfg.reward, terms=terms))
+    objective = dataclasses.replace(cfg.objective, name=frozen(cfg.objective.name))
+    return dataclasses.replace(cfg, rollout=rollout, objective=objective, reward=dataclasses.replace(cfg.reward, terms=terms))
 
 
 def describe(code: CodeVersion, cluster: Cluster, cfg: Config | None, home: Path) -> dict[str, Any]:

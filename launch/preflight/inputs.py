@@ -41,9 +41,9 @@ def faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
 
 def functions(cfg: Config) -> list[tuple[str, str]]:
     """Return (key, FILE.py:NAME) of the user's functions."""
-    found = [] if cfg.rollout.function is None else [("rollout.function", cfg.rollout.function)]
-    terms = [(i, getattr(term, "function", None)) for i, term in enumerate(cfg.reward.terms)]
-    return found + [(f"reward.terms[{i}].function", function) for i, function in terms if function is not None]
+    named = [("rollout.function", cfg.rollout.function), ("objective.name", cfg.objective.path)]
+    named += [(f"reward.terms[{i}].function", getattr(term, "function", None)) for i, term in enumerate(cfg.reward.terms)]
+    return [(key, function) for key, function in named if function is not None]
 
 
 def _model(key: str, path: str, folder: Path) -> Iterator[str]:

@@ -239,13 +239,19 @@ class ObjectiveConfig:
     parts.
     """
 
-    name: str = "tepo"  # Name of the method: a row of the table `OBJECTIVES` in `tepo_megatron/losses/`.
+    # Name of the method: a row of the table `OBJECTIVES` in `tepo_megatron/losses/`, or path/to/file.py:NAME of your own.
+    name: str = "tepo"
 
     if TYPE_CHECKING:
 
         def __init__(self, *, name: str = "tepo", **parts: Any) -> None: ...
 
         def __getattr__(self, part: str) -> Any: ...
+
+    @property
+    def path(self) -> str | None:
+        """Return path/to/file.py:NAME of the user's own objective; None for a row of the table."""
+        return self.name if ":" in self.name else None
 
     @property
     def reference_path(self) -> str | None:

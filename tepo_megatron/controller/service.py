@@ -222,10 +222,8 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                trace, save = (
-                    self._started.trace.take_request(),
-                    trains and self._save_is_due(self._cfg.checkpoint, self._cfg.run_dir),
-                )
+                cfg, trace = self._cfg, self._started.trace.take_request()
+                save = trains and self._save_is_due(cfg.checkpoint, cfg.run_dir)
                 return Waited("done", self._tasks.pop(number).future.result(0), save=save, trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
@@ -233,7 +231,7 @@ class RolloutService:
         return Waited("stop")  # nobody hears it
 
     def _save_is_due(self, cfg: CheckpointConfig, run_dir: Path) -> bool:
-        """Return whether the step is to be followed by a checkpoint because someone asks for it, or by `checkpoint.minutes`."""
+        """Return whether the step is to be followed by a checkpoint because someone asks for it, or by time."""
         due = take_save(run_dir) or cfg.is_due(time.monotonic() - self._saved_at)
         if due:
             self._saved_at = time.monotonic()

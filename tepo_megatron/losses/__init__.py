@@ -5,6 +5,7 @@ those of the TEPO paper; "Panel" is a panel of its Table 3. Comments say which v
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, ReferenceKl, S
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses.contradictions import check_overrides
 from tepo_megatron.losses.objective import Objective
+from tepo_megatron.utils.user_file import load
 
 __all__ = ["OBJECTIVES", "Objective", "build_objective", "objective_of"]
 
@@ -90,20 +92,37 @@ def objective_of(parts: Mapping[str, Any]) -> Objective:
 
 
 def build_objective(cfg: ObjectiveConfig) -> Objective:
-    """Return the row of `OBJECTIVES` that `cfg.name` names, with the parts that `cfg` sets replaced.
+    """Return the objective that `cfg.name` names, with the parts that `cfg` sets replaced.
 
     Of a part with fields, such as `correction`, a field that `cfg` leaves out is as in the row, unless `cfg` sets another type.
     Raises ConfigError if the name of the row or of a part is unknown, parts contradict each other, or a replacement would have
     no effect. The message names the key.
     """
-    if cfg.name not in OBJECTIVES:
-        raise ConfigError(f"objective.name={cfg.name!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    row, parts = OBJECTIVES[cfg.name], cfg.replacements
+    row, parts = _row(cfg), cfg.replacements
     for part in parts.keys() & {part for part, hint in PARTS.items() if variants(hint)}:
         parts[part] = _merged(cfg.name, part, getattr(row, part), parts[part])
     objective = row.replace(**parts)
     check_overrides(objective, cfg.name, parts)
     return objective
+
+
+def _row(cfg: ObjectiveConfig) -> Objective:
+    if cfg.path is not None:
+        return _of_user(cfg.path)
+    if cfg.name not in OBJECTIVES:
+        raise ConfigError(
+            f"objective.name={cfg.name!r} is unknown; use path/to/file.py:NAME, or one of {', '.join(OBJECTIVES)}"
+        )
+    return OBJECTIVES[cfg.name]
+
+
+@functools.cache
+def _of_user(path: str) -> Objective:
+    """Return the `Objective` that a user's file defines. The file may add its own functions to the tables of parts."""
+    row = load(path, "objective.name", "an Objective").value
+    if not isinstance(row, Objective):
+        raise ConfigError(f"objective.name={path}: it is no Objective but {type(row).__name__}; see docs/add_objective.md")
+    return row
 
 
 def _merged(name: str, part: str, of_row: Any, fields: dict[str, Any]) -> Any:

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.config.objective import KlCov
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.losses.surrogate import SURROGATES
 
 if TYPE_CHECKING:
     from tepo_megatron.losses.objective import Objective
 
+_OWN = frozenset(SURROGATES)  # a user's file adds others, which may use any number
 TRUST_REGIONS = ("trust_region_tv", "trust_region_kl")
 
 
@@ -72,7 +74,7 @@ def check_overrides(objective: "Objective", name: str, keys: Iterable[str]) -> N
     """Raise ConfigError if a replaced field has no effect on the objective."""
     for key in keys:
         used, needs = _USED.get(key, (lambda o: True, ""))
-        if not used(objective):
+        if objective.surrogate in _OWN and not used(objective):
             raise ConfigError(
                 f"objective.{key}={getattr(objective, key)} has no effect on objective {name}: it takes {needs}; remove it "
                 f"(null)"

@@ -66,6 +66,7 @@ def claim(cfg: "Config", check_only: bool = False) -> RunLock:
         *cfg.data.paths,
         ("rollout.replay", cfg.rollout.replay),
         ("rollout.function", cfg.rollout.function),
+        ("objective.name", cfg.objective.path),
     )
     refuse = partial(_refuse_what_is_there, cfg.run_dir, cfg.overwrite, cfg.resume, cfg.rollout.only, inputs)
     if not (cfg.run_dir / LOCK_FILE).exists():

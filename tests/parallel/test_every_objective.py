@@ -6,6 +6,7 @@ tokens, rewards and rollout log-probs, and nothing else of the product but rando
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,34 @@ def test_every_row_trains_to_the_reference(material: Material, expected: dict[st
     found = {row: merged(of_ranks) for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)}
     wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row, material))]
     assert not wrong, f"{len(wrong)} of {len(rows)} rows on {name}:\n" + "\n".join(wrong)
+
+
+OWN_FILE = """
+import torch
+from tepo_megatron.losses.objective import Objective
+from tepo_megatron.losses.surrogate import SURROGATES
+
+def own_clip(ratio_R, logprob_R, old_logprob_R, advantage_R, bounds):
+    clipped_R = ratio_R.clamp(1 - bounds.low, 1 + bounds.high)
+    value_R = torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
+    return value_R, (ratio_R - clipped_R) * advantage_R > 0
+
+SURROGATES["own_clip"] = own_clip
+OWN = Objective(ratio="token", surrogate="own_clip", clip_low=0.2, clip_high=0.28, aggregate="token_mean")
+"""
+
+
+@pytest.mark.parametrize("name", full_but(["CP2"], [], LAYOUTS))
+def test_an_objective_of_a_users_file_trains_to_the_reference(
+    material: Material, expected: dict[str, Trained], tmp_path: Path, name: str
+) -> None:
+    file, (layout, max_tokens) = tmp_path / "mine.py", LAYOUTS[name]
+    file.write_text(OWN_FILE)
+    cfg = VARIANTS["grpo"].config(material, layout, max_tokens)
+    cfg = replace(cfg, objective=replace(cfg.objective, name=f"{file}:OWN"))
+    ranks = run_world(cfg.parallel.world_size, run_jobs, [Job(cfg, material.steps)])
+    found = merged([of_rank for (of_rank,) in ranks])
+    assert (difference := first_difference(found, expected["grpo"], "grpo", material)) is None, difference
 
 
 STREAMED = [name for name, variant in VARIANTS.items() if variant.method.advantage not in OF_WHOLE_BATCH]

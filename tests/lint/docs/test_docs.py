@@ -234,19 +234,19 @@ def python_block(page: str) -> dict[str, object]:
     return names
 
 
-def test_the_example_of_an_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_an_objective(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
     from tepo_megatron.config import ObjectiveConfig
-    from tepo_megatron.losses import OBJECTIVES, build_objective
+    from tepo_megatron.losses import build_objective
     from tepo_megatron.losses.surrogate import SURROGATES
     from tests.objective_cases import draw, inputs_of, ours
 
     monkeypatch.setitem(SURROGATES, "spo", SURROGATES["clip"])  # given back at the end, whatever the block does
-    monkeypatch.setitem(OBJECTIVES, "spo", OBJECTIVES["grpo"])
-    python_block("docs/add_objective.md")
+    (block,) = fences(Path("docs/add_objective.md"), "python")
+    (tmp_path / "mine.py").write_text(block)
     batch = draw(0)
-    out, grad, _ = ours(build_objective(ObjectiveConfig(name="spo")), batch)
+    out, grad, _ = ours(build_objective(ObjectiveConfig(name=f"{tmp_path}/mine.py:SPO")), batch)
     inputs = inputs_of(batch)
     r, a = out.ratio_R, inputs.advantage_R
     torch.testing.assert_close(-grad, (a - a.abs() * (r - 1) / 0.2) * r / inputs.whole.tokens)

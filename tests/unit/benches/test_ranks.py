@@ -20,6 +20,7 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 os.write(1, f"of {int(total)} at {os.environ['MASTER_ADDR']}\\n".encode())  # at once: the ranks share the pipe
+dist.destroy_process_group()  # else Gloo's threads meet the end of the interpreter, which may abort
 """
 WORLD = f"from benchmarks._ranks import Ranks\nwith Ranks(2, ['-c', {RANK!r}]) as ranks: ranks.wait(120)"
 
