@@ -7,9 +7,9 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, modules, package_of, 
 
 def test_the_top_of_the_package_is_small() -> None:
     assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
-    assert (
-        len(arrows()) <= 208
-    )  # the second training loop, `sft`, uses 14 packages below it, and doctor reads its data; traces: servers record spans
+    # the second training loop, `sft`, uses 14 packages below it, and doctor and preflight read its data; traces: servers record
+    # spans; an objective may be a user's file
+    assert len(arrows()) <= 209
 
 
 def test_functions_take_what_they_use() -> None:
