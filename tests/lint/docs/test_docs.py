@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -133,7 +134,11 @@ def test_yaml_blocks_are_configs() -> None:
     base = yaml.safe_load(Path(STAND_IN).read_text())
     blocks = [(str(page), yaml.safe_load(block)) for page in PAGES for block in fences(page, "yaml")]
     assert len(blocks) >= 5
-    trees = [(page, base | {name: base.get(name, {}) | section for name, section in block.items()}) for page, block in blocks]
+
+    def merged(block: dict[str, Any]) -> dict[str, Any]:
+        return base | {name: base.get(name, {}) | part if isinstance(part, dict) else part for name, part in block.items()}
+
+    trees = [(page, merged(block)) for page, block in blocks]
     refused = [(page, why) for page, tree in trees if (why := reason(functools.partial(validate_as, Config, tree, page)))]
     assert refused == []
 
@@ -250,6 +255,19 @@ def test_the_example_of_an_objective(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     inputs = inputs_of(batch)
     r, a = out.ratio_R, inputs.advantage_R
     torch.testing.assert_close(-grad, (a - a.abs() * (r - 1) / 0.2) * r / inputs.whole.tokens)
+
+
+def test_the_reward_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tepo_megatron.rewards import check_reward
+
+    (block,), (config,) = fences(Path("docs/first_run.md"), "python"), fences(Path("docs/first_run.md"), "yaml")
+    monkeypatch.chdir(tmp_path)
+    Path("my_reward.py").write_text(block)
+    check_reward(validate_as(RewardConfig, yaml.safe_load(config)["reward"], "docs/first_run.md"))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    scores = [names["larger"]("", text, "97", {"numbers": [97, 67]}) for text in ("97", "67 or 97", "5", "none")]
+    assert scores == [1.0, 0.1, 0.0, 0.0]
 
 
 def test_the_example_of_a_reward(tmp_path: Path) -> None:
