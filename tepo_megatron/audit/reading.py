@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.losses import Objective, objective_of
 from tepo_megatron.observability.run_dir import AUDIT, audit_folder
 from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors
@@ -221,5 +221,7 @@ def _joined(
 def _parsed(folder: Path, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
+    except ConfigError as e:
+        raise DataError(f"{folder}: only objectives whose parts tepo has can be audited ({e})") from None
     except DAMAGE as e:
         raise DataError(f"{folder}: no objective or number of this version of tepo ({e!r}); record the step again") from None
