@@ -186,10 +186,11 @@ def seconds(run: RunRecord) -> Chart:
 
 
 def time_shares(run: RunRecord) -> str:
-    """Return what share of the last steps each phase took; of sampling ahead of training too, which takes none of its time."""
+    """Return what share of the last steps each phase took, as text; shares below half a percent are left out."""
     curves, total = run.curves, at_end(run.curves["seconds/total"])
-    means = {name: at_end(curves[f"seconds/{name}"]) for name in PHASES | PHASES_AHEAD}
-    shares = [f"{name.replace('_', ' ')} {mean / total:.0%}" for name, mean in means.items() if mean > 0]
+    phases = PHASES_AHEAD if run.cfg.rollout.max_staleness > 0 else PHASES
+    means = {name: at_end(curves[f"seconds/{name}"]) for name in phases}
+    shares = [f"{name.replace('_', ' ')} {mean / total:.0%}" for name, mean in means.items() if mean / total >= 0.005]
     return f"of a step's time: {', '.join(shares)}" if shares and total > 0 else ""
 
 
