@@ -16,6 +16,7 @@ from tests.gate import reference
 from tests.gate.data import Material, masks_of, response_logprobs
 from tests.gate.world import Outcome, distance
 from tests.objective_cases import method_of
+from tests.reference.tepo import NUDGES
 
 TOLERANCE = 1e-5
 LEAST_MOVED = 0.01  # share of a tensor's norm; a smaller change says little about the update
@@ -72,7 +73,7 @@ def check_equal(found: Outcome, expected: reference.Trained, what: str, in_fp32:
     """Assert that loss and gradients of each update, and the change of the weights, are the reference's.
 
     Args:
-        in_fp32: The reference in fp32, computed where a tensor is off by more than TOLERANCE: twice the largest error of three
+        in_fp32: The reference in fp32, computed where a tensor is off by more than TOLERANCE: twice the largest error of NUDGES
             that start within a rounding of each other is then the bound. All are roundings of the same sums; how far the first
             update spreads them is the model's condition, of which one of them says too little.
     """
@@ -85,7 +86,7 @@ def check_equal(found: Outcome, expected: reference.Trained, what: str, in_fp32:
     worst = max(apart, key=apart.__getitem__)
     bound = TOLERANCE
     if not apart[worst] <= TOLERANCE:
-        for low in (in_fp32(nudge=nudge) for nudge in range(3)):
+        for low in (in_fp32(nudge=nudge) for nudge in NUDGES):
             bound = max(bound, 2 * max(_apart([update.gradients for update in low.updates], low.change, expected).values()))
     assert apart[worst] <= bound, f"{what}: the {worst} is off by {apart[worst]:.1e}, and the bound is {bound:.1e}"
     for i, update in enumerate(expected.updates):

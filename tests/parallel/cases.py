@@ -274,13 +274,13 @@ def compare(
 
     Args:
         in_fp32: The same steps of the reference in fp32 with a nudge (`load`), computed where an error is above TOLERANCE:
-            twice the largest error of three of them is then the bound, as in the gate. None: the bound is TOLERANCE.
+            twice the largest error of NUDGES of them is then the bound, as in the gate. None: the bound is TOLERANCE.
     """
     found = errors(ranks, steps)
     worst = max(found, key=found.__getitem__)
     bound = TOLERANCE
     if in_fp32 is not None and not found[worst] <= TOLERANCE:
-        for nudge in range(3):
+        for nudge in reference.NUDGES:
             bound = max(bound, 2 * max(errors([[asdict(step) for step in in_fp32(nudge)]], steps).values()))
     assert found[worst] <= bound, f"{worst} differ by {found[worst]:.1e}, and the bound is {bound:.1e}"
 

@@ -132,8 +132,8 @@ EXHIBITS = (
         bug="A guard that is stopped and continued takes uninitialised memory for a signal that asks it to end its server.",
         cost="A job that is suspended for half a second loses all its servers, and every sample that they were making.",
         symbol="wait_for_signal",
-        old=" and received.si_signo in blocked",
-        new="",
+        old="return received.si_signo if received is not None and received.si_signo in blocked else None",
+        new="return received and (received.si_signo if received.si_signo in blocked else signal.SIGTERM)",
         tests=("tests/unit/test_waiting.py::test_a_guard_that_was_suspended_keeps_its_server",),
     ),
     Exhibit(
