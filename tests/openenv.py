@@ -38,6 +38,23 @@ FULL = "full"  # an episode for which the server has no place
 
 
 @contextmanager
+def application(app: web.Application) -> Iterator[str]:
+    """Serve an application on a free port, in a thread; yield its address."""
+    loop, runner = LoopThread("application of a test"), web.AppRunner(app, handler_cancellation=True)
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+    try:
+        loop.run(start())
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        loop.run(runner.cleanup())
+        loop.stop()
+
+
+@contextmanager
 def real_server(environments: int = 64) -> Iterator[str]:
     """Start the server of examples/openenv, and yield its address."""
     with serving("openenv", "examples/openenv/server.py", "--environments", str(environments)) as address:
@@ -81,18 +98,8 @@ class RecordedServer:
         """Serve on a free port, and yield the address."""
         app = web.Application()
         app.router.add_get("/ws", self._episode)
-        loop, runner = LoopThread("recorded OpenEnv"), web.AppRunner(app)
-
-        async def start() -> None:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-
-        try:
-            loop.run(start())
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            loop.run(runner.cleanup())
-            loop.stop()
+        with application(app) as url:
+            yield url
 
     async def _episode(self, request: web.Request) -> web.WebSocketResponse:
         answers: list[Any] = []

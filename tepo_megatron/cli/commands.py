@@ -141,7 +141,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def resume(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo resume RUN_DIR [--watch] [--nnodes N ...] [--key value ...]`."""
-    from tepo_megatron.cli.resume import config_of, said_before, words_of
+    from tepo_megatron.cli.resume import announcement, config_of, words_of
     from tepo_megatron.config.io import load_config
     from tepo_megatron.sft.settings import is_supervised
 
@@ -149,7 +149,7 @@ def resume(args: argparse.Namespace, overrides: list[str]) -> int:
     words = words_of(args.run_dir, overrides)
     cfg = load_config(args.config, words)
     if _nodes(args).is_first and not run_dir.finished(cfg):
-        for line in said_before(args.run_dir, words):
+        for line in announcement(args.run_dir, words):
             print(escaped(line), flush=True)
     return sft(args, words) if is_supervised(cfg.sft, cfg.data) else train(args, words)
 

@@ -71,8 +71,7 @@ def _add_train(subparsers: Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
-    parser.add_argument("--watch", action="store_true", help="serve the live page, and print its URL (docs/watch.md)")
-    _add_nodes(parser)
+    _add_watch_and_nodes(parser)
     parser.set_defaults(run=commands.train)
 
 
@@ -85,9 +84,13 @@ def _add_resume(subparsers: Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    _add_watch_and_nodes(parser)
+    parser.set_defaults(run=commands.resume)
+
+
+def _add_watch_and_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="serve the live page, and print its URL (docs/watch.md)")
     _add_nodes(parser)
-    parser.set_defaults(run=commands.resume)
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:

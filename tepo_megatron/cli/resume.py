@@ -37,7 +37,7 @@ def words_of(run_dir: Path, words: Sequence[str]) -> list[str]:
     return ["--name", quoted[0], "--output", quoted[1], "--resume", "true", "--overwrite", "false", *words]
 
 
-def said_before(run_dir: Path, words: Sequence[str]) -> list[str]:
+def announcement(run_dir: Path, words: Sequence[str]) -> list[str]:
     """Return lines that say where a run goes on, and what `words` change. Raises ConfigError for what cannot be changed."""
     before, after = (plain(load_config(run_dir / CONFIG_FILE, list(changed))) for changed in ((), words))
     step = newest_step(run_dir / "checkpoints")

@@ -80,7 +80,7 @@ def events(request: ChatRequest, reply: ChatReply) -> list[str]:
     """Return the server-sent events of a streamed response."""
     whole = response(request, reply)
     begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    made: list[dict[str, Any]] = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+    stream: list[dict[str, Any]] = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
     for index, item in enumerate(whole["output"]):
         at, empty = {"output_index": index, "item_id": item["id"]}, {**item, "status": "in_progress"}
         if item["type"] == "message":
@@ -97,10 +97,10 @@ def events(request: ChatRequest, reply: ChatReply) -> list[str]:
                 {"type": "response.function_call_arguments.delta", "delta": item["arguments"], **at},
                 {"type": "response.function_call_arguments.done", "arguments": item["arguments"], "name": item["name"], **at},
             ]
-        made.append({"type": "response.output_item.added", "output_index": index, "item": empty})
-        made += [*inner, {"type": "response.output_item.done", "output_index": index, "item": item}]
-    made.append({"type": f"response.{whole['status']}", "response": whole})
-    numbered = [{**event, "sequence_number": number} for number, event in enumerate(made)]
+        stream.append({"type": "response.output_item.added", "output_index": index, "item": empty})
+        stream += [*inner, {"type": "response.output_item.done", "output_index": index, "item": item}]
+    stream.append({"type": f"response.{whole['status']}", "response": whole})
+    numbered = [{**event, "sequence_number": number} for number, event in enumerate(stream)]
     return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in numbered]
 
 
@@ -125,15 +125,15 @@ def _add(messages: list[Message], place: str, item: Any) -> None:
 
 
 def _tools(tools: Any) -> list[Any]:
-    made = []
+    functions = []
     for place, tool in enumerate(tools if isinstance(tools, list) else [None]):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
             refuse('tools must be a list of {"type": "function", "name": ..., ...}')
         if others := sorted(key for key in tool.keys() - _OF_TOOLS if tool[key]):
             refuse(f"tools[{place}].{others[0]}: not supported by the gateway; leave it out")
         shown = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
-        made.append({"type": "function", "function": shown})
-    return made
+        functions.append({"type": "function", "function": shown})
+    return functions
 
 
 def _output(message: Message, status: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.cli.resume import config_of, said_before, words_of
+from tepo_megatron.cli.resume import announcement, config_of, words_of
 from tepo_megatron.config.io import load_config, to_yaml, validate, with_overrides
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.sft.settings import is_supervised, read_tree, supervised
@@ -29,7 +29,7 @@ def test_only_the_given_keys_change_and_the_changes_are_said(tmp_path: Path) -> 
     cfg = load_config(config_of(run), words)
     assert cfg.run_dir == run and cfg.resume and not cfg.overwrite, "the folder may have moved"
     assert (cfg.optimizer.lr, cfg.checkpoint.every, cfg.training.steps, cfg.parallel.dp) == (3e-5, 7, 20, 2)
-    assert said_before(run, words) == [
+    assert announcement(run, words) == [
         f"{run}: goes on after step 14",
         "data.train was prompts.jsonl and is moved.jsonl: the same rows are expected",
         "parallel.dp was 1 and is 2: another layout; numbers go on up to rounding",
@@ -49,7 +49,7 @@ def test_only_the_given_keys_change_and_the_changes_are_said(tmp_path: Path) -> 
 def test_what_no_resume_can_do_is_refused_before_it_starts(tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run = run_of(tmp_path, TREE, step=14)
-        said_before(run, words_of(run, words))
+        announcement(run, words_of(run, words))
 
 
 def test_a_mistyped_run_is_an_error_with_the_near_ones(tmp_path: Path) -> None:

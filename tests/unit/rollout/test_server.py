@@ -130,6 +130,15 @@ def test_a_server_whose_engine_the_kernel_killed_for_memory_says_so(start: Start
     )
 
 
+def test_an_argument_that_the_engine_does_not_know_is_named_with_its_key(start: Start) -> None:
+    code = "import argparse; parser = argparse.ArgumentParser('api_server.py'); parser.parse_args(['--max-modl-len', '5'])"
+    server = start(code)
+    assert server.ends_within(20)
+    message = str(server.failure("has ended"))
+    said = "refuses rollout.server.extra_args: unrecognized arguments: --max-modl-len 5; its log: "
+    assert said in message and "usage" not in message
+
+
 def test_a_command_that_exits_is_an_error_with_the_end_of_its_log(start: Start, tmp_path: Path) -> None:
     code = (
         "print('\\n'.join(f'line {i}' for i in range(50))); print('ValueError: no such model');"

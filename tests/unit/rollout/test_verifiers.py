@@ -20,8 +20,7 @@ from tepo_megatron.data import text_functions
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.loop import LoopThread
-from tests.openenv import ROOT, serving
+from tests.openenv import ROOT, application, serving
 from tests.unit.rollout.test_environments import pieces
 from tests.unit.rollout.test_gateway import CHATML, Scripted, tokenizer
 from tests.waiting import until
@@ -59,18 +58,8 @@ class Server:
         """Serve on a free port, and yield the address."""
         app = web.Application()
         app.router.add_post("/episode", self._episode)
-        loop, runner = LoopThread("verifiers"), web.AppRunner(app, handler_cancellation=True)
-
-        async def start() -> None:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-
-        try:
-            loop.run(start())
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            loop.run(runner.cleanup())
-            loop.stop()
+        with application(app) as url:
+            yield url
 
     async def _episode(self, request: web.Request) -> web.Response:
         body = await request.json()
