@@ -220,7 +220,7 @@ format: $(READY)
 $(READY): pyproject.toml requirements/cpu.txt
 	@$(UV_ENV) PYTHON="$(PYTHON)" EDITABLE=1 requirements/venv.sh $(VENV) requirements/cpu.txt pyproject.toml
 
-# SGLang's environment holds this package for its weight loader (weight_sync/receiver/sglang_loader.py).
+# SGLang's environment holds this package for its weight loader (wire/receiver/sglang_loader.py).
 $(SGLANG)/.ready: requirements/sglang-cpu.txt
 	@$(UV_ENV) PYTHON="$(PYTHON)" EDITABLE=1 requirements/venv.sh $(SGLANG) $<
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config
-from tepo_megatron.types import Rollout
 
 FORMS = ("padded", "bucketed")
 _PADDING = 1.25  # bucketed: limit of longest / shortest sequence in a rectangle

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.results import ROOT
 from tepo_megatron.config import Config
-from tepo_megatron.platform import activate
+from tepo_megatron.dist.platform import activate
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.actor.actor import Actor
@@ -72,7 +72,7 @@ def actor_of(cfg: Config) -> Iterator[Actor]:
     """Yield the actor of a config in a world of one rank, this process."""
     platform = activate(cfg.platform)
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
+    from tepo_megatron.dist import parallel
 
     with one_rank():
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed)

@@ -16,14 +16,14 @@ from typing import Any, Self
 
 import torch
 
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec
-from tepo_megatron.weight_sync.bucket_format import Bucket, Source
-from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
-from tepo_megatron.weight_sync.transport import Recipient
+from tepo_megatron.wire.broadcast_group import GroupSpec
+from tepo_megatron.wire.bucket_format import Bucket, Source
+from tepo_megatron.wire.receiver.receiver import RankReceiver
+from tepo_megatron.wire.transport import Recipient
 
 
 class Receiver:
-    """Receives weights as one rank in its own process. See `weight_sync.transport.WeightReceiver`."""
+    """Receives weights as one rank in its own process. See `wire.transport.WeightReceiver`."""
 
     def __init__(self, model: Path, device: str | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]

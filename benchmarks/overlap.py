@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.results import ROOT, Measure, SuiteOptions, Target
-from tepo_megatron.observability.sinks import read_metrics
+from tepo_megatron.monitor.sinks import read_metrics
 
 ENGINE_CORE, TRAINER_CORE = 0, 1
 STEPS, EPOCHS, WARM_UP = 40, 2, 3

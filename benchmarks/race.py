@@ -106,7 +106,7 @@ def run_trl(steps: int) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     from tepo_megatron.data import load_data
-    from tepo_megatron.grading.reasoning_gym import grader
+    from tepo_megatron.rewards.grading.reasoning_gym import grader
 
     cfg = load_config(CONFIG, list(SAME))
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -37,10 +37,10 @@ from benchmarks._plain_step import FORMS, PlainStep
 from benchmarks._ranks import store_here, world
 from benchmarks.results import ROOT, Measure, SuiteOptions, Target
 from examples.arithmetic import base_model, task
+from tepo_megatron.base.processes import die_with_parent
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.types import Rollout
-from tepo_megatron.utils.processes import die_with_parent
 
 TARGET = 1.3  # tp1 over the fastest plain form, equal threads
 AGREE = 1e-4  # relative, of loss and gradient norm
@@ -86,11 +86,11 @@ class OurStep:
     """The step through tepo_megatron's Actor, on this rank of the world that the environment describes."""
 
     def __init__(self, cfg: Config, rollouts: list[Rollout]) -> None:
-        from tepo_megatron.platform import activate
+        from tepo_megatron.dist.platform import activate
 
         platform = activate(cfg.platform)
         from tepo_megatron.actor.actor import Actor
-        from tepo_megatron.distributed import parallel
+        from tepo_megatron.dist import parallel
         from tepo_megatron.losses import build_objective
 
         self.cfg, self.rollouts, self.steps = cfg, rollouts, 0
@@ -100,9 +100,9 @@ class OurStep:
     def __call__(self) -> Updates:
         """Run one step as `train.py` does; return (loss, gradient norm) of each update."""
         from tepo_megatron.actor.comparisons import mismatch
-        from tepo_megatron.controller.step_log import StepLog
+        from tepo_megatron.base.types import TrainBatch
         from tepo_megatron.losses.advantages import group_advantages
-        from tepo_megatron.types import TrainBatch
+        from tepo_megatron.trainer.step_log import StepLog
 
         actor, log, out = self.actor, StepLog(), []
         self.steps += 1

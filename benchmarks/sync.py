@@ -29,16 +29,16 @@ from benchmarks._weights import QUICK, SHAPE, copy_seconds, write_model
 from benchmarks.results import Measure, SuiteOptions, Target
 from tepo_megatron.config import RolloutConfig, ServerConfig, SyncConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.engines import build_engine
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec
-from tepo_megatron.weight_sync.bucket_format import Source
-from tepo_megatron.weight_sync.transport import Recipient
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.engines import build_engine
+from tepo_megatron.engines.servers.fleet import Fleet
+from tepo_megatron.wire.broadcast_group import GroupSpec
+from tepo_megatron.wire.bucket_format import Source
+from tepo_megatron.wire.transport import Recipient
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.sync.push import WeightSync
 
 TARGETS = {"shm": 3.0, "group": 10.0}  # limits, in copies
 PUSHES = 5
@@ -69,7 +69,7 @@ class NullReceiver:
 
 def measure(actor: Actor, cfg: SyncConfig, model: Path, engine: Fleet, pushes: int) -> dict[str, float]:
     """Return median seconds: copy of the weights' bytes, transport and total."""
-    from tepo_megatron.weight_sync.sync import make_weight_sync
+    from tepo_megatron.sync.push import make_weight_sync
 
     source = torch.ones(sum(p.stat().st_size for p in model.glob("*.safetensors")), dtype=torch.uint8)
     times: dict[str, list[float]] = collections.defaultdict(list)

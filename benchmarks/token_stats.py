@@ -187,7 +187,7 @@ def tensor_parallel(rank: int, size: int) -> dict[str, tuple[int, int, int]]:
 
 def collectives() -> list[Measure]:
     """Count the collectives over 2 and 4 ranks, forked ones over gloo with one thread each; the same on every machine."""
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist.platform import activate
 
     activate("cpu")
     from tests.worlds import run_world

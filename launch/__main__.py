@@ -19,12 +19,12 @@ from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster, this_machine
 from launch.snapshot import CodeVersion
+from tepo_megatron.base.errors import ConfigError, TepoError
+from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.save_requests import SAVE, ask
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml
-from tepo_megatron.errors import ConfigError, TepoError
-from tepo_megatron.observability import run_dir
-from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.save_requests import SAVE, ask
+from tepo_megatron.monitor import run_dir
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from launch.preflight.inputs import functions
 from launch.profile import Cluster, assigns_secret, has_secret
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError
 
 # Keys of folders that a run writes.
 WRITTEN = ("output", "rollout.server.rendezvous", "sync.transport.folder")

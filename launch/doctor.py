@@ -11,8 +11,8 @@ from pathlib import Path
 from launch import check_step, checks, command_line, jobs, scripts
 from launch.executors import slurm
 from launch.profile import Cluster, load_cluster
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.scratch import PrivateFolder
 
 _LOOK_SECONDS = 2.0
 _WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")

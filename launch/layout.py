@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.profile import Cluster
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)

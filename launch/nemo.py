@@ -23,8 +23,8 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 
 from launch.profile import Cluster
 from launch.scripts import Task, variables
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.scratch import PrivateFolder
 
 _POLL_SECONDS = 5  # interval at which the batch script checks its tasks, which delays its reaction to a signal
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from launch.jobs import JobFolder
 from launch.layout import Layout
 from launch.profile import Cluster
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.nemo import Submission

@@ -17,10 +17,10 @@ from typing import Any
 
 from launch.preflight.inputs import functions
 from launch.profile import Cluster
+from tepo_megatron.base import scratch
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.scratch import PrivateFolder
 from tepo_megatron.config import Config, CustomTermConfig
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils import scratch
-from tepo_megatron.utils.scratch import PrivateFolder
 
 SOURCE = Path(__file__).resolve().parents[1]  # the checkout of this program
 # Folders whose files all belong to the code. Elsewhere only files that Python imports do.

@@ -2,7 +2,7 @@
 
 import sys
 
-from tepo_megatron.cli import main
+from tepo_megatron.command.parsers import main
 
 if __name__ == "__main__":
     sys.exit(main())

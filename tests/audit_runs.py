@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tepo_megatron.audit.comparison import advantages_of, reference_terms
-from tepo_megatron.audit.reading import AuditBatch, AuditUpdate
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.base.tensor_files import write_tensors
 from tepo_megatron.losses import Objective
-from tepo_megatron.utils.tensor_files import write_tensors
+from tepo_megatron.report.audit.comparison import advantages_of, reference_terms
+from tepo_megatron.report.audit.reading import AuditBatch, AuditUpdate
+from tepo_megatron.report.audit.reference import Formula
 from tests.objective_cases import Batch
 
 FOLDER = Path("audit") / "step-000001"

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers refuses t
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tepo_megatron.platform import activate
+from tepo_megatron.dist.platform import activate
 from tests.core import ROOT, is_core
 
 # Imports, tests and models are many objects that stay: by default the collector looks through them a tenth of the time.

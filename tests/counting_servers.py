@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 
-from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.base.loop import LoopThread
 
 
 class CountingServer:

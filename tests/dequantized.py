@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tepo_megatron.weights.fp8 import BLOCK
+from tepo_megatron.models.fp8 import BLOCK
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from tepo_megatron.inference.servers.client import Client
-from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.engines.servers.client import Client
+from tepo_megatron.engines.servers.fleet import Fleet
 
 Answer = TypeVar("Answer")
 SECONDS = 120.0  # time limit of a request

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.rewards.local import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import RewardTerm, WeightedReward
-from tepo_megatron.types import Rollout
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import FIELDS, Formula, Outcome
+from tepo_megatron.base.types import Denominators, LossOutput, TokenStats
 from tepo_megatron.config.objective import PARTS, read_part, variants
 from tepo_megatron.losses import Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import Denominators, LossOutput, TokenStats
+from tepo_megatron.report.audit.reference import FIELDS, Formula, Outcome
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected, fair_cases, gradient
 
 __all__ = [

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.base.loop import LoopThread
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks._ranks import POLL_SECONDS, Ranks
-from tepo_megatron.platform import activate
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.base.processes import die_with_parent
+from tepo_megatron.dist.platform import activate
 from tests.staged_gloo import activate_staged, requested
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.observability.sinks import METRICS_FILE
-from tepo_megatron.utils.records import StepRecords, read_lines, steps_of
+from tepo_megatron.base.records import StepRecords, read_lines, steps_of
+from tepo_megatron.monitor.sinks import METRICS_FILE
 
 
 def sorted_lines(run: Path) -> StepRecords:

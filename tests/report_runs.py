@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import to_yaml, validate
-from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.observability.sinks import COLUMNS
+from tepo_megatron.monitor.metrics import Metrics
+from tepo_megatron.monitor.sinks import COLUMNS
 from tepo_megatron.rollout import record
-from tepo_megatron.types import Rollout
 
 SUMMARY = {
     "accuracy_before": 0.19,

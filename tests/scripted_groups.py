@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 
 
 class ScriptedGroups:

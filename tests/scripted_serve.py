@@ -4,10 +4,10 @@ import sys
 from collections.abc import Callable
 
 from tepo_megatron.config.io import load_config
-from tepo_megatron.inference import engines
-from tepo_megatron.inference.engine_api import EngineApi
-from tepo_megatron.inference.servers import slot
-from tepo_megatron.inference.servers.serve import serve
+from tepo_megatron.engines import engines
+from tepo_megatron.engines.engine_api import EngineApi
+from tepo_megatron.engines.servers import slot
+from tepo_megatron.engines.servers.serve import serve
 from tests.scripted_api import ScriptedApi
 
 

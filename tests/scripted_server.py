@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def join_groups(self, body: dict[str, Any]) -> None:
         """Let each rank join its group."""
-        from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+        from tepo_megatron.wire.broadcast_group import GroupSpec
 
         for rank in Handler.ranks:
             rank.spec = GroupSpec(**body)
@@ -187,7 +187,7 @@ class Rank:
     def __init__(self, model: str, number: int) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
+        from tepo_megatron.wire.receiver.receiver import RankReceiver
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
         self.inbox, self.tensors, self.spec = RankReceiver(), {}, None
@@ -197,7 +197,7 @@ class Rank:
         self.tensors = {}
 
     def keep_unchanged(self, body: dict[str, Any]) -> None:
-        from tepo_megatron.weight_sync.broadcast_group import UnchangedTensors
+        from tepo_megatron.wire.broadcast_group import UnchangedTensors
 
         self.inbox.keep_unchanged(UnchangedTensors(**body))
 
@@ -219,7 +219,7 @@ class Rank:
     def leave_in_the_midst(self, text: str) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.bucket_format import Bucket
+        from tepo_megatron.wire.bucket_format import Bucket
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)

@@ -9,14 +9,14 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from tepo_megatron.base.processes import die_with_parent
 from tepo_megatron.config import Config
-from tepo_megatron.controller.messages import CONNECTION
-from tepo_megatron.controller.opening import EngineFactory
-from tepo_megatron.controller.service import serve
-from tepo_megatron.controller.service_client import ServiceAddress
-from tepo_megatron.platform import activate
-from tepo_megatron.train import train
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.dist.platform import activate
+from tepo_megatron.service.messages import CONNECTION
+from tepo_megatron.service.opening import EngineFactory
+from tepo_megatron.service.service import serve
+from tepo_megatron.trainer.service_client import ServiceAddress
+from tepo_megatron.trainer.train import train
 
 
 def fork(work: Callable[[], object]) -> int:

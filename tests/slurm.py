@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.base.processes import die_with_parent
 from tests.hosts import Host
 
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))

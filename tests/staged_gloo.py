@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tepo_megatron.platform import Platform, PlatformName, activate, gloo
+from tepo_megatron.dist.platform import Platform, PlatformName, activate, gloo
 
 VARIABLE = "TEPO_STAGED_GLOO"
 Staged = Callable[[Tensor], bool]

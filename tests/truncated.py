@@ -2,7 +2,7 @@
 
 import torch
 
-from tepo_megatron.types import NO_TOKEN, Truncation
+from tepo_megatron.base.types import NO_TOKEN, Truncation
 
 
 def kept(logits_V: torch.Tensor, temperature: float, truncation: Truncation) -> set[int]:

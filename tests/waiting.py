@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tepo_megatron.utils.processes import read_stat
+from tepo_megatron.base.processes import read_stat
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import tepo_megatron.actor.actor  # noqa: F401  imported here, else again by every rank
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.base.processes import die_with_parent
 from tests.running.guard import stack
 
 _LIBC = ctypes.CDLL(None)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.observability.alerts import RULES, judge
+from tepo_megatron.monitor.alerts import RULES, judge
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "tests" / "data" / "alert_runs.jsonl.gz"

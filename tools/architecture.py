@@ -19,12 +19,12 @@ from tools.structure import NAME, PACKAGE, ROOT, arrows, modules, package_of
 PICTURE = ROOT / "docs" / "packages.svg"
 # process -> the modules that it starts with, its colour
 PROCESSES = {
-    "launcher": (("launcher.launcher",), "#8a63d2"),
-    "ranks": (("launcher.worker", "train"), "#2f6fde"),
-    "rollout service": (("controller.service",), "#22886a"),
-    "grading workers": (("grading.worker",), "#d9702a"),
+    "launcher": (("command.launcher",), "#8a63d2"),
+    "ranks": (("trainer.worker", "trainer.train"), "#2f6fde"),
+    "rollout service": (("service.service",), "#22886a"),
+    "grading workers": (("rewards.grading.worker",), "#d9702a"),
     "inference servers": (
-        ("weight_sync.receiver.vllm_plugin", "weight_sync.receiver.sglang_server", "weight_sync.receiver.torch_server"),
+        ("wire.receiver.vllm_plugin", "wire.receiver.sglang_server", "wire.receiver.torch_server"),
         "#d64550",
     ),
 }

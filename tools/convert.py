@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tepo_megatron.errors import TepoError
+from tepo_megatron.base.errors import TepoError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,11 +53,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from tepo_megatron.convert.places import hf_directory
+    from tepo_megatron.checkpoint.convert.places import hf_directory
 
     source = hf_directory(args.hf)
     _start_streaming()
-    from tepo_megatron.convert.importing import import_hf
+    from tepo_megatron.checkpoint.convert.importing import import_hf
 
     start = time.monotonic()
     _tell(args.out, import_hf(source, args.out), start)
@@ -65,14 +65,14 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from tepo_megatron.convert.places import hf_directory, megatron_directory
+    from tepo_megatron.checkpoint.convert.places import hf_directory, megatron_directory
 
     checkpoint = megatron_directory(args.megatron)
     base = hf_directory(args.hf) if args.hf else None
     _start_streaming()
     import torch
 
-    from tepo_megatron.convert.exporting import ExportFormat, export_hf
+    from tepo_megatron.checkpoint.convert.exporting import ExportFormat, export_hf
 
     dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     start = time.monotonic()
@@ -81,11 +81,11 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from tepo_megatron.convert.places import hf_directory, megatron_directory
+    from tepo_megatron.checkpoint.convert.places import hf_directory, megatron_directory
 
     source, checkpoint = hf_directory(args.hf), megatron_directory(args.megatron)
     _start()
-    from tepo_megatron.convert.verify import TEXT, verify
+    from tepo_megatron.checkpoint.convert.verify import TEXT, verify
 
     verdict = verify(source, checkpoint, args.text or TEXT, args.precision)
     print(f"tensors: {verdict.tensors - len(verdict.differing)} of {verdict.tensors} bitwise equal")
@@ -104,7 +104,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from tepo_megatron.convert.inspecting import inspect
+    from tepo_megatron.checkpoint.convert.inspecting import inspect
 
     print("\n".join(inspect(args.directory).lines(args.tensors)))
     return 0
@@ -112,8 +112,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _start() -> None:
     """Activate Megatron-Core on the CPU, even if the machine has a GPU."""
-    from tepo_megatron.platform import activate
-    from tepo_megatron.utils.quiet import quiet_upstream
+    from tepo_megatron.base.quiet import quiet_upstream
+    from tepo_megatron.dist.platform import activate
 
     quiet_upstream()
     activate("cpu")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.observability.metrics_server import step_name
+from tepo_megatron.monitor.metrics_server import step_name
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "launch" / "grafana.json"

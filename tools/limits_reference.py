@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.limits import START_SECONDS
+from tepo_megatron.base.limits import START_SECONDS
 from tools.config_reference import sections
 
 ROOT = Path(__file__).parents[1]

@@ -65,7 +65,7 @@ def growth(title: str, points: Sequence[Point], target: float | None = None) -> 
 def measures(options: SuiteOptions, part: str) -> list[Measure]:
     """Measure one part of the path."""
     from benchmarks.controller import engine_rows, rank_rows
-    from tepo_megatron.controller.service import relax_garbage_collector
+    from tepo_megatron.service.service import relax_garbage_collector
 
     relax_garbage_collector()  # as in the service
     sizes = (0.1, 0.2) if options.quick else SIZES

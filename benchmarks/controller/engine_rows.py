@@ -17,19 +17,19 @@ import numpy as np
 from benchmarks.controller import Point, fastest
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, write_tokenizer
 from benchmarks.controller.fake_pool import FakePool, PoolSpec
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import RewardConfig, RolloutConfig, UrlServerConfig
 from tepo_megatron.data import PromptStream
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.remote import NamedServer
-from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
-from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.observability.timing import Clock
-from tepo_megatron.rewards import build_reward
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.servers.endpoint import Endpoint
+from tepo_megatron.engines.servers.fleet import Fleet
+from tepo_megatron.engines.servers.remote import NamedServer
+from tepo_megatron.engines.servers.server_key import KEY_VARIABLE
+from tepo_megatron.engines.vllm import VllmApi
+from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.rewards.build import build_reward
 from tepo_megatron.rewards.terms import WeightedReward
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 SAMPLES, MEAN, CAP, PROMPT_TOKENS = 16, 6000, 20_000, 300  # of a step at cluster sizes
 SERVERS, CONCURRENCY = 64, 64

@@ -22,7 +22,7 @@ from typing import Any, Self, cast
 
 from benchmarks.controller.answers import json_body, json_choice, sample_answers, token_texts
 from benchmarks.results import ROOT
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
+from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
 
 BINARY = "binary"  # answers are binary where the request accepts that
 _LENGTH = re.compile(rb"\ncontent-length: *(\d+)", re.IGNORECASE)

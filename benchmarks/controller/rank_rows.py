@@ -22,13 +22,13 @@ from benchmarks.controller import Point, fastest
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, boxed, lengths
 from benchmarks.controller.engine_rows import CAP, MEAN, PROMPT_TOKENS, SAMPLES
 from benchmarks.results import ROOT
-from tepo_megatron.controller.batch_memory import BatchMemory
-from tepo_megatron.controller.batch_receiver import read
-from tepo_megatron.distributed.objects import broadcast_object
+from tepo_megatron.base.types import Rollout, TokenStats, TrainBatch
+from tepo_megatron.dist.objects import broadcast_object
 from tepo_megatron.losses.advantages import group_advantages
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
-from tepo_megatron.types import Rollout, TokenStats, TrainBatch
+from tepo_megatron.service.batch_memory import BatchMemory
+from tepo_megatron.trainer.batch_receiver import read
 
 SECONDS = 300.0  # limit of each collective, and of the receiver's end
 MICROBATCH = 32_768  # tokens

@@ -10,8 +10,8 @@ A turn earns nothing; the end earns 1 for the right result, and 0 for a wrong on
 
 import re
 
+from tepo_megatron.base.types import Prompt
 from tepo_megatron.rollout.environment import EnvironmentStep, play
-from tepo_megatron.types import Prompt
 
 MOST_TURNS = 5
 OPERATION = re.compile(r"(\d+)([+-])(\d+)$")

@@ -1,4 +1,4 @@
-"""Python as a tool: programs that the model writes run in the sandbox of `grading/sandbox.py`, and the model reads the output.
+"""Python as a tool: the model's programs run in the sandbox of `rewards/grading/sandbox.py`, and it reads the output.
 
     expressions   for the demo's model: where it writes `9+5=`, Python prints 14, and the model continues
     code_blocks   for chat models whose template is ChatML (Qwen): a turn with a code block is answered with the block's output
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tepo_megatron.grading import sandbox
-from tepo_megatron.grading.programs import find_program
+from tepo_megatron.rewards.grading import sandbox
+from tepo_megatron.rewards.grading.programs import find_program
 from tepo_megatron.rollout.conversation import Conversation
 
 MOST_CALLS = 4  # of a sample: the demo's longest chain of operations

@@ -47,7 +47,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from examples.arithmetic import task
-from tepo_megatron.errors import DataError, TepoError
+from tepo_megatron.base.errors import DataError, TepoError
 
 MARKER = "build.json"  # written last
 WORKED = "worked"  # run of phase A

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from examples.arithmetic import task
 from examples.arithmetic.base_model import MARKER, TEACHER, write_rows
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 
 TOKENS = ("```", "print(", ")")  # in the place of the first spare entries of the demo's tokenizer
 FENCE = TOKENS[0]

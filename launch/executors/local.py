@@ -12,8 +12,8 @@ from launch import checks, jobs, scripts
 from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.nemo import Submission

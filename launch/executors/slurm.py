@@ -16,9 +16,9 @@ from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.save_requests import STOP, STOPPED
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils.save_requests import STOP, STOPPED
 
 if TYPE_CHECKING:
     from launch.nemo import Submission

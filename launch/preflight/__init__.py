@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from launch.layout import Layout, lay_out
 from launch.preflight import inputs, machines
 from launch.profile import Cluster, load_cluster, this_machine
+from tepo_megatron.base.errors import ConfigError, TepoError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.errors import ConfigError, TepoError
 
 if TYPE_CHECKING:
     from launch.executors import Executor
@@ -97,8 +97,8 @@ def _check_plan(cfg: Config, cluster: Cluster, report: Report) -> None:
         return
     gpu = cluster.gpu or "H100"
     try:
-        from tepo_megatron.plan.command import PlanRequest, predictor_of, refusal
-        from tepo_megatron.plan.search import judge
+        from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of, refusal
+        from tepo_megatron.doctor.plan.search import judge
 
         predictor = predictor_of(cfg, PlanRequest(gpu=gpu))
         found = judge(predictor)

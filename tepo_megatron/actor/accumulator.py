@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.actor.masks import TRUNCATION_METRICS, mask_counts
-from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.base.types import LossOutput, PackedMicrobatch, SamplingMask, TokenStats, TrainBatch
+from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
-from tepo_megatron.observability.metrics import BINS, Pair
+from tepo_megatron.monitor.metrics import BINS, Pair
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import LossOutput, PackedMicrobatch, SamplingMask, TokenStats, TrainBatch
 
 
 @dataclass(frozen=True)

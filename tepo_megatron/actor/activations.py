@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.platform.host_memory import HostPiece, HostStacks
-from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
+from tepo_megatron.base.host_sizes import LEAST_OFFLOADED
+from tepo_megatron.dist.platform.host_memory import HostPiece, HostStacks
 
 
 @dataclass

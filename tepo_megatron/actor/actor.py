@@ -27,19 +27,19 @@ from tepo_megatron.actor.pipeline import ExpertReplay, PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.actor.reference import HostWeights, Teacher
+from tepo_megatron.base.errors import NumericalError
+from tepo_megatron.base.seeding import derive_seed, hash_rows
+from tepo_megatron.base.types import PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.config import Config
-from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import NumericalError
+from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
+from tepo_megatron.models.families import Family, find_family, read_config
+from tepo_megatron.models.gather import Binding, bind, export_hf, load_hf
+from tepo_megatron.models.hf_io import HfReader
+from tepo_megatron.models.ops import Architecture
 from tepo_megatron.ops.planning import Plan, another_plan
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import PackedMicrobatch, TokenStats, TrainBatch
-from tepo_megatron.utils.seeding import derive_seed, hash_rows
-from tepo_megatron.weights.families import Family, find_family, read_config
-from tepo_megatron.weights.gather import Binding, bind, export_hf, load_hf
-from tepo_megatron.weights.hf_io import HfReader
-from tepo_megatron.weights.ops import Architecture
 
 UPDATE = "an update"
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from tepo_megatron.actor.attention_layout import AttentionLayout, spread
 from tepo_megatron.actor.packed_attention import PackedLayout
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.ops.flash_attention import AttendedKeys, flash_attention_of, merge, packed_flash_of
 
 

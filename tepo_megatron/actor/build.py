@@ -17,10 +17,10 @@ from tepo_megatron.actor.kernels import choose, choose_linear, installed
 from tepo_megatron.actor.layer_spec import install_in_megatron, layer_spec
 from tepo_megatron.actor.layout import check_shared_prompts, stage_layers
 from tepo_megatron.actor.passed_fields import passed_fields
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.ops import Architecture, padded_vocab_size
+from tepo_megatron.dist.parallel import ParallelDims
+from tepo_megatron.models.ops import Architecture, padded_vocab_size
 
 _TRAINING, _MEGATRON = TrainingConfig(), MegatronConfig()
 

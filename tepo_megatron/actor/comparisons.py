@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.base.types import TrainBatch
+from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.losses.kl import ESTIMATORS
-from tepo_megatron.types import TrainBatch
 
 
 def mismatch(batch: TrainBatch, groups: ParallelDims) -> dict[str, float]:

@@ -13,8 +13,8 @@ import torch
 from packaging.version import Version
 
 from tepo_megatron.actor.precision import Hardware
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import MegatronConfig, ModelConfig
-from tepo_megatron.errors import ConfigError
 
 _MODULES = (
     "transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda", "fla", "causal_conv1d",

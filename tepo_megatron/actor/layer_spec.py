@@ -16,8 +16,8 @@ from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.kernels import KernelChoice, LinearChoice
 from tepo_megatron.actor.linear_attention import GatedDeltaNet, GatedDeltaNetSubmodules
 from tepo_megatron.actor.linear_kernels import LinearKernels
+from tepo_megatron.models.ops import Architecture
 from tepo_megatron.ops.output_layer import add_product
-from tepo_megatron.weights.ops import Architecture
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -1,8 +1,8 @@
 """Check that the model can be split over the mesh. It needs no Megatron, and runs before any process is started."""
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import ParallelConfig, TrainingConfig
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.models.ops import Architecture
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:

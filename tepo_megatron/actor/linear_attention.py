@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tepo_megatron.actor.linear_kernels import LinearKernels, LinearLayout
+from tepo_megatron.models.ops import LinearAttention
 from tepo_megatron.ops.gated_delta_rule import normalize
-from tepo_megatron.weights.ops import LinearAttention
 
 # The kinds of rows; the names are those of Megatron-Core's own gated delta net.
 _KINDS = ("query", "key", "value", "z", "beta", "alpha")

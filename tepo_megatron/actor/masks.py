@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.actor.output_stats import OutputStats, Visit
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import NO_TOKEN, PackedMicrobatch, RecomputedMasks, SamplingMask, TrainBatch, Truncation
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import DataError
-from tepo_megatron.types import NO_TOKEN, PackedMicrobatch, RecomputedMasks, SamplingMask, TrainBatch, Truncation
+from tepo_megatron.dist.parallel import ParallelDims
 
 # Shares of tokens, of a comparison with masks from the actor's own logits. See `docs/rollouts.md`.
 TRUNCATION_METRICS = ("truncation/differs", "truncation/outside", "truncation/cut")

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.types import Denominators, PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.weighting import BatchStatistics, TokenWeights
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import Denominators, PackedMicrobatch, TokenStats, TrainBatch
 
 
 class MinibatchInputs:

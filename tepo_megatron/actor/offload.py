@@ -18,8 +18,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from tepo_megatron.actor.rotary import PACKED
-from tepo_megatron.platform import memory
-from tepo_megatron.platform.host_memory import HostArena
+from tepo_megatron.dist.platform import memory
+from tepo_megatron.dist.platform.host_memory import HostArena
 
 Part = Literal["gradients", "optimizer", "parameters"]
 PARTS: tuple[Part, ...] = ("gradients", "optimizer", "parameters")

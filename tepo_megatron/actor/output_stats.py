@@ -8,11 +8,11 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.base.types import PackedMicrobatch, SamplingMask, TokenStats, Truncation
+from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.token_statistics.teacher import TeacherRows
 from tepo_megatron.ops.vocab_parallel import token_stats
-from tepo_megatron.types import PackedMicrobatch, SamplingMask, TokenStats, Truncation
 
 
 class OutputRows:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
+from tepo_megatron.base.types import PackedMicrobatch, TrainBatch
 from tepo_megatron.config import TrainingConfig
-from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
-from tepo_megatron.types import PackedMicrobatch, TrainBatch
 
 
 class Packer:

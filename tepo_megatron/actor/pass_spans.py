@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from tepo_megatron.observability.hang_watchdog import progress
-from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.monitor.hang_watchdog import progress
+from tepo_megatron.monitor.tracer import tracer
 
 DEVICE_ROW = "GPU"
 

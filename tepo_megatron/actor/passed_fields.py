@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import MegatronConfig
-from tepo_megatron.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}  # uint8: Megatron's FP8
 _SECTIONS = ("transformer", "ddp", "optimizer")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tepo_megatron.actor.output_stats import OutputRows
 from tepo_megatron.actor.pass_spans import pass_span
 from tepo_megatron.actor.rotary import PACKED
-from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.observability.hang_watchdog import progress
-from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.types import PackedMicrobatch
+from tepo_megatron.base.types import PackedMicrobatch
+from tepo_megatron.dist.parallel import ParallelDims
+from tepo_megatron.monitor.hang_watchdog import progress
+from tepo_megatron.monitor.tracer import tracer
 
 
 class ExpertReplay:

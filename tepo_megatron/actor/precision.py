@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 
 from tepo_megatron.actor.layout import stage_layers
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import MegatronConfig, ModelConfig, ParallelConfig, Precision, TrainingConfig
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.models.ops import Architecture
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.weights.ops import Architecture
 
 Version = tuple[int, int]
 

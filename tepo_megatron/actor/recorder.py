@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.storage import writing
+from tepo_megatron.base.tensor_files import write_tensors
+from tepo_megatron.base.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
-from tepo_megatron.observability.run_dir import audit_folder
-from tepo_megatron.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
-from tepo_megatron.utils.storage import writing
-from tepo_megatron.utils.tensor_files import write_tensors
+from tepo_megatron.monitor.run_dir import audit_folder
 
 
 class TokenRecorder:

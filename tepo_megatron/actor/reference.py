@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.types import PackedMicrobatch, TrainBatch
+from tepo_megatron.dist.platform.host_memory import HostArena
 from tepo_megatron.ops.planning import Plan
 from tepo_megatron.ops.token_statistics.teacher import TeacherRows
-from tepo_megatron.platform.host_memory import HostArena
-from tepo_megatron.types import PackedMicrobatch, TrainBatch
 
 if TYPE_CHECKING:
     from tepo_megatron.actor.actor import Actor

@@ -13,16 +13,16 @@ from typing import Any
 import torch.distributed as dist
 
 from tepo_megatron.actor.actor import Actor
+from tepo_megatron.base.errors import CheckpointError
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state, saving
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
 from tepo_megatron.checkpoint.state import CONTENT, ShardCache
 from tepo_megatron.checkpoint.tensors import HostCopy, SavePlanner, create_folder
 from tepo_megatron.config import CheckpointConfig
-from tepo_megatron.distributed.objects import all_gather_object, all_true
-from tepo_megatron.distributed.own_peers import own_peers_only
-from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import CheckpointError
+from tepo_megatron.dist.objects import all_gather_object, all_true
+from tepo_megatron.dist.own_peers import own_peers_only
+from tepo_megatron.dist.parallel import ParallelDims
 
 # Limit since a save began: 14B with Adam are 200 GB, at 60 MB/s over all ranks; then CheckpointError `still writing after`
 TIMEOUT_SECONDS = 3600.0

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tepo_megatron.errors import CheckpointError
+from tepo_megatron.base.errors import CheckpointError
 
 MANIFEST = "manifest.txt"
 _CHUNK = 1 << 22  # bytes; large enough for zlib and the kernel, small enough not to hold up other threads

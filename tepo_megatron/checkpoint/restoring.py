@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tepo_megatron.actor.actor import Actor
+from tepo_megatron.base.errors import CheckpointError
+from tepo_megatron.base.restricted_pickle import MetadataReader
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, rng_state
 from tepo_megatron.checkpoint.files import FileChecksum, check, read_manifest, shares
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.checkpoint.state import ShardSlice, loaded_slices
 from tepo_megatron.checkpoint.tensors import chunk
-from tepo_megatron.distributed.objects import all_gather_object, broadcast_object, same_error
-from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import CheckpointError
-from tepo_megatron.utils.restricted_pickle import MetadataReader
+from tepo_megatron.dist.objects import all_gather_object, broadcast_object, same_error
+from tepo_megatron.dist.parallel import ParallelDims
 
 FORMAT = 1  # version of run.json and of the folder's content
 _log = logging.getLogger(__name__)

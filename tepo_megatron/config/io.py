@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.config.yaml_text import parse
-from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)

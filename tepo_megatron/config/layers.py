@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config.server import variant_named_by
 from tepo_megatron.config.sync import TRANSPORTS
-from tepo_megatron.errors import ConfigError
 
 Key = tuple[Any, ...]
 # sections for which a plain string is short for {type: string}

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
+from tepo_megatron.base.limits import START_SECONDS
 from tepo_megatron.config.fields import Positive, PositiveFloat, config
-from tepo_megatron.limits import START_SECONDS
 
 Precision = Literal["fp32", "bf16", "fp8-current", "fp8-blockwise"]
 

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tepo_megatron.base.limits import MOST_CANDIDATES, MOST_MASKED
 from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
 from tepo_megatron.config.server import AnyServer, ServerConfig, UrlServerConfig, check_engine_size
 from tepo_megatron.config.training import TrainingConfig
-from tepo_megatron.limits import MOST_CANDIDATES, MOST_MASKED
 
 # Default of rollout.max_generation_rounds under dynamic sampling. DAPO's public recipe gives up after 10 generation batches
 # (verl, recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches=10). Each of them has 3 times the prompts of a step, and too
@@ -82,7 +82,7 @@ class RolloutConfig:
     stop_token_ids: list[NonNegative] = Field(default_factory=list)
     # Make the actor use the experts that the engine's routers chose for each token, in every pass except those of the reference
     # policy, so that its log-probs are those of the network that sampled. Engines and models that cannot return the choice are
-    # refused (`inference/model_checks.py`).
+    # refused (`engines/model_checks.py`).
     replay_experts: bool = False
     # Drop groups whose responses are all right or all wrong (by the score before shaping).
     filter_uniform_groups: bool = True

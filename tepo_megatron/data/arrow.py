@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.data import readers
 from tepo_megatron.data.readers import Row
-from tepo_megatron.errors import DataError
 
 _BATCH_ROWS = 4096
 _PARQUET_ROWS = 256  # in memory at once

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data.rendering import ChatRenderer
 from tepo_megatron.data.schemas import Messages
-from tepo_megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

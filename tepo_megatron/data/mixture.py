@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tepo_megatron.base.types import Prompt
 from tepo_megatron.config import DataConfig, RewardConfig
 from tepo_megatron.data.prompts import load_prompts
 from tepo_megatron.rewards.gold_check import unreadable_golds
-from tepo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import Prompt
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import Row, RowReader
@@ -22,8 +24,6 @@ from tepo_megatron.data.schemas import (
 )  # fmt: skip
 from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.data.unique import DatasetRow, Deduplicator, key_of, raw_digest
-from tepo_megatron.errors import DataError
-from tepo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 
 _MOST_NAMED = 10  # most rows that one message names
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.data.readers import Row, describe_value
-from tepo_megatron.errors import DataError
-from tepo_megatron.grading.answers import canonical, last_boxed
+from tepo_megatron.rewards.grading.answers import canonical, last_boxed
 
 Messages = list[dict[str, Any]]
 
@@ -212,7 +212,7 @@ def digits_of(number: float | Decimal) -> str:
 
 
 def _are_tests(value: Any) -> bool:
-    """Return whether an answer looks like unit tests, as `grading/programs.py` reads them; only that can say if it is."""
+    """Return whether an answer looks like unit tests, as `rewards/grading/programs.py` reads them; only that can say it."""
     match value:
         case str():
             return value.lstrip().startswith(('{"', '[{"', '["assert', "assert "))

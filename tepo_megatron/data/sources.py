@@ -7,11 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import SLICE
 from tepo_megatron.data import arrow
 from tepo_megatron.data.readers import PARQUET, JsonLines, Row, RowReader, files_of, first_bytes
-from tepo_megatron.errors import DataError
-from tepo_megatron.grading.reasoning_gym import PREFIX, dataset
+from tepo_megatron.rewards.grading.reasoning_gym import PREFIX, dataset
 
 T = TypeVar("T")
 # ORG/NAME[:CONFIG][:SPLIT]; a name with a file's extension is a file

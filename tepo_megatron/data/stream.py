@@ -5,8 +5,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tepo_megatron.errors import DataError
-from tepo_megatron.types import Prompt
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import Prompt
 
 
 class _SetCursor:

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepo_megatron.errors import CheckpointError, ConfigError, DataError
-from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.scratch import PrivateFolder
-from tepo_megatron.utils.stop_tokens import eos_token_ids
+from tepo_megatron.base.atomic import replace_file
+from tepo_megatron.base.errors import CheckpointError, ConfigError, DataError
+from tepo_megatron.base.scratch import PrivateFolder
+from tepo_megatron.base.stop_tokens import eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

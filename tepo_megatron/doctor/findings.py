@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tepo_megatron.errors import TepoError
-from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.base.errors import TepoError
+from tepo_megatron.base.escaping import escaped
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 

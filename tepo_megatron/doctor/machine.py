@@ -12,14 +12,14 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.actor.kernels import choose, choose_linear
 from tepo_megatron.actor.kernels import installed as computing
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.memory_kills import usable_cores
+from tepo_megatron.base.scratch import PrivateFolder
 from tepo_megatron.config import CheckpointConfig, MegatronConfig, ModelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils.memory_kills import usable_cores
-from tepo_megatron.utils.scratch import PrivateFolder
-from tepo_megatron.weights.families import find_family, read_config
-from tepo_megatron.weights.hf_io import HfReader
+from tepo_megatron.models.families import find_family, read_config
+from tepo_megatron.models.hf_io import HfReader
 
 DISTRIBUTION = "tepo-megatron"
 SHOWN = ("torch", "megatron-core", "transformers", "math-verify")

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.types import Prompt, Rollout
 from tepo_megatron.config import DataConfig, RewardConfig
 from tepo_megatron.data import load_data, load_tokenizer, stop_tokens
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.rewards import build_reward
-from tepo_megatron.types import Prompt, Rollout
-from tepo_megatron.weights.families import find_family, read_config
-from tepo_megatron.weights.fit import check_tensors
-from tepo_megatron.weights.hf_io import HfReader
-from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.models.families import find_family, read_config
+from tepo_megatron.models.fit import check_tensors
+from tepo_megatron.models.hf_io import HfReader
+from tepo_megatron.models.ops import Architecture
+from tepo_megatron.rewards.build import build_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tepo_megatron.weights.families import WeightMapping
+    from tepo_megatron.models.families import WeightMapping
 
 
 # type of a term, or how the reasoning_gym term finds the answer -> a right response

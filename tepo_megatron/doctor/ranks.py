@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, plain
-from tepo_megatron.launcher.worker import run_rank
-from tepo_megatron.platform import Platform
+from tepo_megatron.dist.platform import Platform
+from tepo_megatron.trainer.worker import run_rank
 
 RESULT = "ranks.json"
 NUMEL, ROUNDS = 4 * 2**20, 5  # fp32 elements; repetitions after the first
@@ -22,7 +22,7 @@ def measure(cfg: Config, platform: Platform) -> None:
 
     The bytes are those that each rank sends in a ring: 2 (n - 1) / n of the tensor.
     """
-    from tepo_megatron.distributed import parallel
+    from tepo_megatron.dist import parallel
 
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     axes = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp, "dp": groups.dp, "ep": groups.ep}
@@ -33,7 +33,7 @@ def measure(cfg: Config, platform: Platform) -> None:
 
 
 def _bandwidth(axis: object, device: torch.device) -> float:
-    from tepo_megatron.distributed.parallel import Axis
+    from tepo_megatron.dist.parallel import Axis
 
     assert isinstance(axis, Axis)
     x = torch.ones(NUMEL, device=device)

@@ -11,8 +11,8 @@ from typing import Any
 
 from tepo_megatron.config import Config
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.observability import run_dir
-from tepo_megatron.observability.sinks import read_metrics
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.monitor.sinks import read_metrics
 
 MOST_PROMPTS = 8
 NEAR = 0.3  # share of sync.max_logprob_diff

@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from tepo_megatron.base.errors import CheckpointError, ConfigError
+from tepo_megatron.base.scratch import PrivateFolder
 from tepo_megatron.config import AnswerTermConfig, Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions, tokenizer_digests
-from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.engines.engine import RolloutEngine
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.engines import build_engine
+from tepo_megatron.engines.servers.served_model import check_cache
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of, title_of
 from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, compare_folders, read_record
 from tepo_megatron.evaluation.problems import Problems, load_benchmarks, load_files
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import figures, paper_table
-from tepo_megatron.inference.engine import RolloutEngine
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.engines import build_engine
-from tepo_megatron.inference.servers.served_model import check_cache
-from tepo_megatron.observability.run_dir import CONFIG_FILE
-from tepo_megatron.observability.sinks import METRICS_FILE
-from tepo_megatron.rewards import build_reward, check_reward
+from tepo_megatron.models.families import find_family, read_config
+from tepo_megatron.models.fit import check_positions
+from tepo_megatron.monitor.run_dir import CONFIG_FILE
+from tepo_megatron.monitor.sinks import METRICS_FILE
+from tepo_megatron.rewards.build import build_reward, check_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import open_sampler
-from tepo_megatron.utils.scratch import PrivateFolder
-from tepo_megatron.weights.families import find_family, read_config
-from tepo_megatron.weights.fit import check_positions
 
 # Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
 _SERVES_ALONE = (
@@ -196,7 +196,7 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
             f"{path}: no such directory; give a Hugging Face model, a run, or a Megatron checkpoint "
             "(`hf download REPO --local-dir DIR` fetches a model)"
         )
-    from tepo_megatron.convert.places import megatron_directory
+    from tepo_megatron.checkpoint.convert.places import megatron_directory
 
     checkpoint = megatron_directory(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if not (checkpoint / ".metadata").exists():
@@ -228,11 +228,11 @@ def weights_digest(folder: Path) -> str:
 
 def _convert(checkpoint: Path, out: Path) -> None:
     """Convert the checkpoint on the CPU, even if the machine has a GPU."""
-    from tepo_megatron.platform import activate
-    from tepo_megatron.utils.quiet import quiet_upstream
+    from tepo_megatron.base.quiet import quiet_upstream
+    from tepo_megatron.dist.platform import activate
 
     quiet_upstream()
     activate("cpu")
-    from tepo_megatron.convert.exporting import export_hf
+    from tepo_megatron.checkpoint.convert.exporting import export_hf
 
     export_hf(checkpoint, out)

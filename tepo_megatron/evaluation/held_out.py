@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base import records
+from tepo_megatron.base.atomic import replace_file
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.loop import LoopFuture
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams, split_samples
+from tepo_megatron.engines.engine import Sampler
 from tepo_megatron.evaluation.statistics import standard_error
-from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import WeightedReward
+from tepo_megatron.rewards.terms import WeightedReward
 from tepo_megatron.rollout.containment import report_lost
-from tepo_megatron.types import Prompt, Rollout, SamplingParams, split_samples
-from tepo_megatron.utils import records
-from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.loop import LoopFuture
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tepo_megatron.base.errors import ConfigError, DataError
+from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import PAPER_TOKENS, Config, DataConfig, DataSet, EvaluationConfig
 from tepo_megatron.config.data import check_source
 from tepo_megatron.config.io import plain
@@ -19,9 +21,7 @@ from tepo_megatron.data.arrow import hugging_face
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import JsonLines, Row, RowReader
 from tepo_megatron.data.schemas import digits_of
-from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Benchmark
-from tepo_megatron.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

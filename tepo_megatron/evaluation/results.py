@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.evaluation.samples import BenchmarkSample
 from tepo_megatron.evaluation.statistics import (
     PairedDifference,

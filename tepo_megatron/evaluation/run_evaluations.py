@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.records import EVALUATION
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import EvaluationConfig
-from tepo_megatron.errors import DataError
+from tepo_megatron.engines.engine import Sampler
 from tepo_megatron.evaluation.folder import RECORD_FILE, EvaluationFolder, compare_folders, read_record
 from tepo_megatron.evaluation.held_out import Accuracy, evaluate, write_evaluation
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, over_benchmarks
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.statistics import ScoreEstimate
-from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import WeightedReward
-from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.utils.records import EVALUATION
-from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.rewards.terms import WeightedReward
 
 FOLDER = "evaluation"  # in the run's folder
 _LOGGER = logging.getLogger(__name__)

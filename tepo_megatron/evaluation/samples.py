@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base import records
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.engines.engine import Sampler
 from tepo_megatron.evaluation.held_out import sample_and_grade
 from tepo_megatron.evaluation.problems import Problems
-from tepo_megatron.grading.answers import last_boxed
-from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import Decode, WeightedReward
-from tepo_megatron.utils import records
-from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.rewards.grading.answers import last_boxed
+from tepo_megatron.rewards.terms import Decode, WeightedReward
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tepo_megatron.base.escaping import escaped
 from tepo_megatron.evaluation.benchmarks import COLUMNS, PublishedRow, title_of
 from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
-from tepo_megatron.utils.escaping import escaped
 
 NOTHING = "–"  # noqa: RUF001
 FILE_WIDTH = 150  # width in characters if the output is no terminal

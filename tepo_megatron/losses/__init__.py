@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.user_file import load
 from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import faults
 from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, ReferenceKl, Steer, read_part, variants
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses.contradictions import check_overrides
 from tepo_megatron.losses.objective import Objective
-from tepo_megatron.utils.user_file import load
 
 __all__ = ["OBJECTIVES", "Objective", "build_objective", "objective_of"]
 

@@ -8,8 +8,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from tepo_megatron.errors import DataError
-from tepo_megatron.types import Rollout, SamplingMask, split_samples
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import Rollout, SamplingMask, split_samples
 
 _STD_EPS = 1e-6
 # The rewards of each group -> their advantages. In `PER_TERM` the rewards are [n, K], and K weights come with them.

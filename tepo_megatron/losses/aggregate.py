@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tepo_megatron.base.types import Denominators
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import Denominators
 
 Aggregate = Callable[[Segments, Denominators, Tensor], Tensor]
 

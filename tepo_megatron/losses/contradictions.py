@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config.objective import KlCov
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses.surrogate import SURROGATES
 
 if TYPE_CHECKING:

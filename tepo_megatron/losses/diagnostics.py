@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tepo_megatron.losses.weighting import TokenWeights
-from tepo_megatron.observability.metrics import counts
+from tepo_megatron.monitor.metrics import counts
 
 # The names are a constant, because ranks that compute no loss need them too. A metric whose denominators add up to 0 was not
 # measured.

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tepo_megatron.base.types import Denominators
 from tepo_megatron.losses.weighting import TokenWeights
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import Denominators
 
 
 @dataclass(frozen=True)

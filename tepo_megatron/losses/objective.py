@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.types import LossOutput, TokenStats
 from tepo_megatron.config.objective import ObjectiveParts
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import contradictions, diagnostics
 from tepo_megatron.losses.advantages import ADVANTAGES, PER_TERM
 from tepo_megatron.losses.aggregate import AGGREGATES
@@ -26,7 +27,6 @@ from tepo_megatron.losses.kl import ESTIMATORS, FULL_VOCABULARY, MASKS
 from tepo_megatron.losses.ratio import RATIOS
 from tepo_megatron.losses.surrogate import LOG_RATIO_BOUNDS, SURROGATES, ClipBounds
 from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens
-from tepo_megatron.types import LossOutput, TokenStats
 
 
 def advantage_with_entropy(advantage_R: Tensor, entropy_R: Tensor, alpha: float, kappa: float) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.base.errors import ConfigError
 
 aten = torch.ops.aten
 _LSE_ALIGNMENT = 32  # rows to which CUDA's memory-efficient attention pads its log-sum-exp

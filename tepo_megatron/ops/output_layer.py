@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tepo_megatron.base.types import TokenStats, Truncation
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
 from tepo_megatron.ops.token_statistics.shard import (
     Normalizer,
@@ -34,7 +35,6 @@ from tepo_megatron.ops.token_statistics.teacher import (
     teacher_statistics,
     write_teacher_gradient,
 )
-from tepo_megatron.types import TokenStats, Truncation
 
 # Rows per chunk: enough for a matrix product to run at full speed.
 CHUNK_ROWS = 1024

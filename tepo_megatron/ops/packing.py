@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.types import PackedMicrobatch, no_expert
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import zigzag_rows
 from tepo_megatron.ops.shared_prompts import PrefixGroups, SequencePiece, pieces_of
-from tepo_megatron.types import PackedMicrobatch, no_expert
 
 
 def pack(

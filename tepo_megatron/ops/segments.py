@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.types import PackedMicrobatch
+from tepo_megatron.base.types import PackedMicrobatch
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tepo_megatron.base.types import TokenStats, Truncation
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
 from tepo_megatron.ops.token_statistics.shard import (
     VocabShard,
@@ -24,7 +25,6 @@ from tepo_megatron.ops.token_statistics.shard import (
     masks,
     write_gradient,
 )
-from tepo_megatron.types import TokenStats, Truncation
 
 
 def token_stats(

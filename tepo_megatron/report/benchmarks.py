@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.samples import ReportSample, SampleGroup

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tepo_megatron.observability.sinks import Value
+from tepo_megatron.monitor.sinks import Value
 
 BUCKETS = 500  # a longer run is thinned to two values for each of this many ranges of steps
 _MEANS = "seconds/"  # these are stacked, so a range keeps their mean: the extremes of the parts have other sums than the whole

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data.schemas import Messages, detect, prompt_and_answer
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.errors import DataError
 from tepo_megatron.report.chart import Chart, ChartAxis, Series
 from tepo_megatron.report.run import RunRecord
 

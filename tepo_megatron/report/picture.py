@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from tepo_megatron.base.atomic import replacing
 from tepo_megatron.report import panels
 from tepo_megatron.report.chart import Chart, ChartAxis, Series
 from tepo_megatron.report.run import RunRecord, facts
-from tepo_megatron.utils.atomic import replacing
 
 # the light colours of style.css; text of a picture is not scaled with a page, so some are lighter here
 _COLORS = {

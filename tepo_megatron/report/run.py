@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.records import EVALUATION
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.errors import DataError
-from tepo_megatron.observability.alerts import judge
-from tepo_megatron.observability.sinks import METRICS_FILE, read_steps
+from tepo_megatron.monitor.alerts import judge
+from tepo_megatron.monitor.sinks import METRICS_FILE, read_steps
 from tepo_megatron.report.curves import Curves
-from tepo_megatron.utils.records import EVALUATION
 
 _LOST = re.compile(r"step \d+: \d+ of \d+ samples were lost; ")  # as `rollout/containment.py` writes it
 _SHOWN_LOSSES = 3

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepo_megatron.errors import CheckpointError, DataError
+from tepo_megatron.base.errors import CheckpointError, DataError
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.words import TextSpan, of_tokens, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tepo_megatron.types import Rollout
+    from tepo_megatron.base.types import Rollout
 
 MOST_CHANGED = 3  # prompts shown
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.samples import find_tokenizer
 from tepo_megatron.report.words import TextSpan, of_tokens, shortened
@@ -14,7 +14,7 @@ from tepo_megatron.report.words import TextSpan, of_tokens, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tepo_megatron.audit.comparison import AuditedStep
+    from tepo_megatron.report.audit.comparison import AuditedStep
 
 SAMPLES = 4  # sequences shown
 TOKENS = 400  # tokens shown of each
@@ -60,9 +60,9 @@ def read_tokens(run: RunRecord) -> TokenPanel:
     """Audit the last recorded step of a run. Records that are missing or damaged become a note."""
     if not (run.folder / "audit").is_dir():
         return TokenPanel((), True, (), [ENABLE])
-    from tepo_megatron.audit.comparison import audit_step  # imports torch, which a run without audits does not need
-    from tepo_megatron.audit.reading import steps
-    from tepo_megatron.audit.tables import step_lines
+    from tepo_megatron.report.audit.comparison import audit_step  # imports torch, which a run without audits does not need
+    from tepo_megatron.report.audit.reading import steps
+    from tepo_megatron.report.audit.tables import step_lines
 
     if not (recorded := steps(run.folder)):
         return TokenPanel((), True, (), [ENABLE])
@@ -81,7 +81,7 @@ def read_tokens(run: RunRecord) -> TokenPanel:
 
 
 def _sample(audited: "AuditedStep", sequence: int, tokenizer: "PreTrainedTokenizerBase | None") -> TokenSample:
-    from tepo_megatron.audit.tables import TERMS, group_lines, terms_of, value_of
+    from tepo_megatron.report.audit.tables import TERMS, group_lines, terms_of, value_of
 
     batch, names = audited.batch, list(TERMS)
     here = batch.sequence_L == sequence

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.grading.answers import MAX_ANSWER_CHARS, gold_answer, gold_fault
-from tepo_megatron.grading.programs import read_tests
+from tepo_megatron.rewards.grading.answers import MAX_ANSWER_CHARS, gold_answer, gold_fault
+from tepo_megatron.rewards.grading.programs import read_tests
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 
 _NUMBER = r"-?(\d{1,30}(\.\d{1,30})?|\.\d{1,30}|\d{1,3}(,\d{3}){1,5})"

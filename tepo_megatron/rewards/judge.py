@@ -9,13 +9,13 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from tepo_megatron.base.errors import RewardError
+from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.exchange import BadAnswer, HttpAnswer
 from tepo_megatron.config.judge import FIELD, JudgeTermConfig
-from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.remote import TEXT_BYTES, FailedAttempt, GradingServer, RequestRefused, texts_of
 from tepo_megatron.rewards.terms import Response, Verdict
-from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import BadAnswer, HttpAnswer
 
 ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
 REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long

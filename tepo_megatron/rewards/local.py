@@ -9,14 +9,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import cast
 
+from tepo_megatron.base import user_file
+from tepo_megatron.base.errors import ConfigError, RewardError
+from tepo_megatron.base.types import STATUSES, Status
 from tepo_megatron.config.reward import CodeTermConfig, ReasoningGymTermConfig
-from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.grading.answers import gold_answer
+from tepo_megatron.rewards.grading.answers import gold_answer
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.process import WorkerOutcome
 from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
-from tepo_megatron.types import STATUSES, Status
-from tepo_megatron.utils import user_file
 
 _RIGHT: frozenset[Status] = frozenset({"exact", "equal"})
 _CACHED_VERDICTS = 65536
@@ -93,8 +93,8 @@ class CodeTerm(_PooledTerm):
     died       the worker ended while grading
     bad_tests  the gold answer is no list of tests in a known form
 
-    A worker process finds the program and starts the sandboxes (`grading/sandbox.py`), in which the program has limits of its
-    own. `timeout` may be the machine's fault; `response_seconds` is long so that it rarely is.
+    A worker process finds the program and starts the sandboxes (`grading/sandbox.py`), in which the program has its own
+    limits. `timeout` may be the machine's fault; `response_seconds` is long so that it rarely is.
     """
 
     def __init__(self, entry: CodeTermConfig, workers: int, tokenizer: str = "") -> None:

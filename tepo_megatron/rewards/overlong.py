@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.types import Rollout
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.types import Rollout
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from tepo_megatron.base.errors import RewardError
+from tepo_megatron.base.memory_kills import MemoryKills
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards.process import REPLY_BYTES, Field, GradingWorker, WorkerBroken, WorkerOutcome
-from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
 _MOST_REPORTED = 10  # lost workers that one pool reports

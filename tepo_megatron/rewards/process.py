@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.utils.processes import has_ended, reap
-from tepo_megatron.utils.progress import LOOK_SECONDS, START_SECONDS, STUCK_SECONDS, StartProgress
+from tepo_megatron.base.processes import has_ended, reap
+from tepo_megatron.base.progress import LOOK_SECONDS, START_SECONDS, STUCK_SECONDS, StartProgress
 
-WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
+WORKER = Path(__file__).parent / "grading" / "worker.py"
 _END_SECONDS = 0.2  # limit since a worker's pipes closed: exiting takes milliseconds; then the message says less
 _STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 65536

@@ -7,12 +7,12 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from tepo_megatron.base.errors import ConfigError, RewardError
+from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 from tepo_megatron.config.reward import HttpTermConfig
-from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import Response, Verdict
-from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
 ATTEMPTS = 4  # to send the same request

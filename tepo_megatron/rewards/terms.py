@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tepo_megatron.base.loop import LoopFuture, LoopThread
+from tepo_megatron.base.types import Rollout, split_samples
 from tepo_megatron.rewards.pool import GradingPool
 from tepo_megatron.rewards.process import Field
-from tepo_megatron.types import Rollout, split_samples
-from tepo_megatron.utils.loop import LoopFuture, LoopThread
 
 Decode = Callable[[Sequence[int]], str]
 UNSETTLED = frozenset({"timeout", "died", "unjudged"})

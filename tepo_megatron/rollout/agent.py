@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from tepo_megatron.base.errors import TepoError
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import LimitsConfig
-from tepo_megatron.errors import TepoError
 from tepo_megatron.rollout.chat import ChatFormat, Message, digest_with, digests
 from tepo_megatron.rollout.chat_request import ChatRequest, RefusedRequest
 from tepo_megatron.rollout.conversation import Conversation, OutOfTokens, Turn, TurnSampler
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.seeding import derive_seed
 
 _MARK = "_uses_tepo_gateway"
 

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from tepo_megatron.base.types import SamplingParams
 from tepo_megatron.rollout.chat import Message
-from tepo_megatron.types import SamplingParams
 
 MODEL = "policy"
 MOST_MESSAGES = 10_000

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tepo_megatron.base.errors import SyncError
+from tepo_megatron.base.loop import first_done
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import STATUSES, Prompt, Rollout, Routing, SamplingParams, split_samples
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
-from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
-from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.observability.timing import Clock
-from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.rewards import WeightedReward
+from tepo_megatron.engines.engine import INITIAL_VERSION, GroupStream, Sampler
+from tepo_megatron.monitor.metrics import Metrics
+from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import tracer
 from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rewards.terms import WeightedReward
 from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.decisions import StepDecisions
 from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups
-from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams, split_samples
-from tepo_megatron.utils.loop import first_done
-from tepo_megatron.utils.seeding import derive_seed
 
 TAIL_FROM = 0.9  # share of the groups after whose arrival the others count as late
 

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Sequence
 
 import torch
 
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.types import Prompt, Rollout, split_samples
-from tepo_megatron.utils.loop import time_limit
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.loop import time_limit
+from tepo_megatron.base.types import Prompt, Rollout, split_samples
+from tepo_megatron.monitor.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 FAILURE_KINDS = ("raised", "timed_out", "over_limit")

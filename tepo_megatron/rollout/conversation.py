@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tepo_megatron.base.errors import RolloutError, TepoError
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, Rollout, SamplingMask, SamplingParams
 from tepo_megatron.config import LimitsConfig
-from tepo_megatron.errors import RolloutError, TepoError
-from tepo_megatron.inference.partial import continued
+from tepo_megatron.engines.partial import continued
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit
-from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams
-from tepo_megatron.utils.seeding import derive_seed
 
 # (context, sampling, seed) -> one sample; the context is a Prompt with the id of the original prompt
 TurnSampler = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]

@@ -15,21 +15,21 @@ from typing import Self
 
 import psutil
 
+from tepo_megatron.base import user_file
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.loop import LoopThread
+from tepo_megatron.base.open_files import SPARE_FILES, raise_open_file_limit
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.base.user_file import UserFunction
 from tepo_megatron.config import LimitsConfig
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
+from tepo_megatron.engines.engine import Deliver, GroupStream, Sampler
 from tepo_megatron.rollout.agent import AgentSample, is_agent
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit, lost_sample, within
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfTokens, WeightsChanged
 from tepo_megatron.rollout.function_thread import FunctionThread, ThreadAbandoned, TooManyThreads
 from tepo_megatron.rollout.gateway import Gateway
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils import user_file
-from tepo_megatron.utils.loop import LoopThread
-from tepo_megatron.utils.open_files import SPARE_FILES, raise_open_file_limit
-from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.utils.user_file import UserFunction
 
 FILES_OF_AN_AGENT = 3  # both ends of its connection to the gateway, and its request to a server
 _HANG_UP_TURNS = 100  # of the gateway's event loop, until it has seen that a client gave up its request

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tepo_megatron.errors import DataError
-from tepo_megatron.observability.log_file import append_line, end_line, open_for_appending
-from tepo_megatron.types import Rollout
-from tepo_megatron.utils import records
-from tepo_megatron.utils.storage import writing
+from tepo_megatron.base import records
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.storage import writing
+from tepo_megatron.base.types import Rollout
+from tepo_megatron.monitor.log_file import append_line, end_line, open_for_appending
 
 FILE = "decisions.jsonl"
 FIRST_KEY = "step"

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from tepo_megatron.base.types import Prompt
 from tepo_megatron.rollout.conversation import Conversation, OutOfTokens
-from tepo_megatron.types import Prompt
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from tepo_megatron.errors import RolloutError
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.loop import cancel_others
 from tepo_megatron.rollout.containment import CANCEL_SECONDS, OverLimit, caught
-from tepo_megatron.utils.loop import cancel_others
 
 # Limit since the end of the run: calls were cancelled before; then a call that blocks its thread is left behind
 CLOSE_SECONDS = 5.0

@@ -19,11 +19,11 @@ from typing import Any
 
 from aiohttp import web
 
+from tepo_megatron.base.types import SamplingParams
 from tepo_megatron.rollout import responses
 from tepo_megatron.rollout.agent import AgentSample, AgentTask, ChatReply
 from tepo_megatron.rollout.chat_request import MODEL, ChatRequest, RefusedRequest, read_request
 from tepo_megatron.rollout.conversation import Decode
-from tepo_megatron.types import SamplingParams
 
 MOST_BYTES = 8 << 20  # of a request
 _SHUTDOWN_SECONDS = 1.0  # limit since the end of the run: its samples are cancelled; then their connections are closed

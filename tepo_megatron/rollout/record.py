@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tepo_megatron.errors import DataError
-from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.observability.timing import Clock
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.tensor_files import DAMAGE, read_tensors, write_tensors
+from tepo_megatron.base.types import MASK_TIES, MOST_MASKED, Rollout, Routing, SamplingMask
+from tepo_megatron.monitor.metrics import Metrics
+from tepo_megatron.monitor.timing import Clock
 from tepo_megatron.rollout.streaming import MinibatchStream
-from tepo_megatron.types import MASK_TIES, MOST_MASKED, Rollout, Routing, SamplingMask
-from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 
 FOLDER = "rollouts"
 _TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers", "terms")  # as JSON

@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tepo_megatron.base.types import SamplingParams
 from tepo_megatron.rollout.agent import ChatReply
 from tepo_megatron.rollout.chat import Message
 from tepo_megatron.rollout.chat_request import MODEL, MOST_MESSAGES, ChatRequest, checked_fields, read_message, refuse
-from tepo_megatron.types import SamplingParams
 
 _HONOURED = {"input", "instructions", "model", "tools", "max_output_tokens", "stream"}
 _DEFAULTS: dict[str, Any] = {

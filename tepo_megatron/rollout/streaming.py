@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
-from tepo_megatron.types import Rollout
-from tepo_megatron.types.batch import minibatch_orders
+from tepo_megatron.base.types import Rollout
+from tepo_megatron.base.types.batch import minibatch_orders
 
 
 class Minibatch(NamedTuple):

@@ -16,7 +16,7 @@ import math
 import sys
 from pathlib import Path
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance import page
 from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check_all

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.cases import Case
 from tests.conformance.parts import Part, parts_of
 from tests.reference.minibatches import Batch, expected, gradient

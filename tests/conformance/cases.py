@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.parts import Layout
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected
 

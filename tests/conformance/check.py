@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.answers import Answer, Loss, answer, errors, right_answer
 from tests.conformance.cases import CASES, Case
 from tests.conformance.diagnosis import usually

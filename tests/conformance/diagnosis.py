@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.answers import Answer, right_answer
 from tests.conformance.cases import Case
 from tests.reference.minibatches import Batch, Response

@@ -16,7 +16,7 @@ Table = list[tuple[Subject, list[Result]]]
 _HEAD = """# Test your own loss
 
 `python -m tests.conformance` compares any loss function, in value and gradients, with the fp64 reference
-`tepo_megatron/audit/reference.py`: on ragged minibatches, cut into microbatches and ranks, and in extremes. It needs a
+`tepo_megatron/report/audit/reference.py`: on ragged minibatches, cut into microbatches and ranks, and in extremes. It needs a
 checkout of this repository and torch alone. In five lines:
 
 1. Write `def loss(part): ...`. `part` holds padded tensors `[B, T]` (log-probs, entropies, a mask) and `[B]` advantages:
@@ -25,7 +25,7 @@ checkout of this repository and torch alone. In five lines:
    trainer averages over them.
 3. Run, in the checkout: `python -m tests.conformance my_losses:loss --as grpo --set clip_high=0.2 aggregate=token_mean`.
    The rows are in `tests/reference/methods.py`, the parts that `--set` replaces are `Formula` in
-   `tepo_megatron/audit/reference.py`.
+   `tepo_megatron/report/audit/reference.py`.
 4. Read of each case that fails what was expected, what came, and what that usually is. The reference makes the usual
    mistakes in turn (exchanged log-probs, means of means, a denominator off by one), and the one that gives your numbers is
    named.

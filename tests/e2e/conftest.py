@@ -110,11 +110,11 @@ class Command:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, sorted."""
-        return sorted(int(line.split()[0]) for line in self.left_over() if "tepo_megatron.launcher.worker" in line)
+        return sorted(int(line.split()[0]) for line in self.left_over() if "tepo_megatron.trainer.worker" in line)
 
     def service(self) -> int:
         """Return the process id of the rollout service, without its graders and servers."""
-        service = re.compile(r"-m (tepo_megatron\.controller\.service|tests\.e2e\.scripted_service)")
+        service = re.compile(r"-m (tepo_megatron\.service\.service|tests\.e2e\.scripted_service)")
         (pid,) = (int(line.split()[0]) for line in self.left_over() if service.search(line))
         return pid
 

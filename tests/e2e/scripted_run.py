@@ -3,9 +3,8 @@
 import functools
 import sys
 
-from tepo_megatron import cli
-from tepo_megatron.launcher import launcher
+from tepo_megatron.command import launcher, parsers
 
 if __name__ == "__main__":
     launcher.launch = functools.partial(launcher.launch, service=("-m", "tests.e2e.scripted_service"))
-    sys.exit(cli.main())
+    sys.exit(parsers.main())

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import Config
-from tepo_megatron.controller.service import main
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import EngineReport
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.engines.engine import EngineReport
+from tepo_megatron.service.service import main
 from tests.scripted_groups import ScriptedGroups
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tepo_megatron.inference.engines  # noqa: F401  its annotations name Popen, which a test below replaces
-from tepo_megatron import cli
+import tepo_megatron.engines.engines  # noqa: F401  its annotations name Popen, which a test below replaces
+from tepo_megatron.command import parsers
 from tests.recorded import step_records, steps_taken
 from tests.tiny import tiny_qwen3
 
@@ -60,7 +60,7 @@ def test_refused_without_a_process(
         raise AssertionError(f"{words} was started")
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert cli.main(arguments(random_model, **overrides)) == 1
+    assert parsers.main(arguments(random_model, **overrides)) == 1
     output = "".join(capsys.readouterr())
     assert phrase in output and output.count("tepo: error:") == 1 and "Traceback" not in output, output
     assert not (tmp_path / "runs").exists()

@@ -81,7 +81,7 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     assert [json.loads(line)["step"] for line in records] == [1, 2, 3, 4, 5, 6]
     listened = {one for one in watch.found if one.kind == "tcp"}
     assert not {one for one in listened if not one.is_loopback} and watch.looks > 10
-    assert any("launcher.worker" in one.process for one in listened), "gloo's sockets were not seen"
+    assert any("trainer.worker" in one.process for one in listened), "gloo's sockets were not seen"
     assert not folder.parent.exists()
     command.assert_nothing_left()
 
@@ -90,7 +90,7 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
 RANK = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
-from tepo_megatron.distributed.own_peers import own_peers_only
+from tepo_megatron.dist.own_peers import own_peers_only
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 folder, rank = sys.argv[1], int(sys.argv[2])

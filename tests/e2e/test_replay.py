@@ -47,7 +47,7 @@ def disturb(command: Command, what: str, run: Path) -> None:
     if what == "server":
         os.kill(command.oldest_server("--port"), signal.SIGKILL)
         return
-    ranks = sorted(int(line.split()[0]) for line in command.left_over() if "tepo_megatron.launcher.worker" in line)
+    ranks = sorted(int(line.split()[0]) for line in command.left_over() if "tepo_megatron.trainer.worker" in line)
     os.kill(command.process.pid if what == "launcher" else ranks[-1], signal.SIGKILL)
     if what == "rank":
         command.until(lambda: "ranks restarted from the checkpoint of step" in (run / "log.txt").read_text(), timeout=240)

@@ -51,7 +51,7 @@ def test_ranks_that_die_go_on_with_their_servers(
     command = tepo(*arguments(base, **SHORT | more | keys, name="a", rollout__engine=engine))
     command.until(lambda: steps_taken(run) >= 3, timeout=240)
     servers = servers_of(command)
-    ranks = sorted(int(line.split()[0]) for line in command.left_over() if "tepo_megatron.launcher.worker" in line)
+    ranks = sorted(int(line.split()[0]) for line in command.left_over() if "tepo_megatron.trainer.worker" in line)
     os.kill(ranks[-1], signal.SIGKILL)
     command.until(lambda: "ranks restarted from the checkpoint of step 2" in (run / "log.txt").read_text(), timeout=240)
     assert servers_of(command) == servers, "a server was restarted"
@@ -67,4 +67,4 @@ def test_ranks_that_die_go_on_with_their_servers(
 
 
 def servers_of(command: Command) -> list[str]:
-    return sorted(line for line in command.left_over() if "inference.servers.guard" in line)
+    return sorted(line for line in command.left_over() if "engines.servers.guard" in line)

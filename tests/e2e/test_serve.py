@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.inference.servers.rendezvous import Rendezvous
+from tepo_megatron.engines.servers.rendezvous import Rendezvous
 from tepo_megatron.rollout import record
 from tests.recorded import step_records, steps_taken
 

@@ -119,7 +119,7 @@ def test_a_killed_rank_is_restarted_inside_the_allocation_and_no_prompt_is_lost(
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_taken(run) >= 3, cluster, job)
-    rank = next(p for p in cluster.processes() if "tepo_megatron.launcher.worker" in p.line)
+    rank = next(p for p in cluster.processes() if "tepo_megatron.trainer.worker" in p.line)
     assert rank.environment["PYTHONPATH"].startswith(f"{run}/launch/code/")
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
@@ -212,7 +212,7 @@ def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
 
 
 def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
-    found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron.launcher.worker" in p.line]
+    found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron.trainer.worker" in p.line]
     assert len(found) == 2, found
     return sorted(found, key=lambda p: p.environment["RANK"])
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tepo_megatron.audit.comparison import audit_step
 from tepo_megatron.config.io import load_config
-from tepo_megatron.controller.step_log import KEYS, PHASES
-from tepo_megatron.inference import sglang
+from tepo_megatron.engines import sglang
+from tepo_megatron.report.audit.comparison import audit_step
 from tepo_megatron.rollout import record
+from tepo_megatron.trainer.step_log import KEYS, PHASES
 from tests.e2e.conftest import settings
 from tests.recorded import step_records, steps_taken
 

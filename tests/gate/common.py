@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.base.seeding import derive_seed, hash_rows
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import Config
 from tepo_megatron.losses import build_objective
-from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.utils.seeding import derive_seed, hash_rows
+from tepo_megatron.report.audit.reference import Formula
 from tests.gate import reference
 from tests.gate.data import Material, masks_of, response_logprobs
 from tests.gate.world import Outcome, distance

@@ -12,12 +12,12 @@ from functools import cache
 from typing import Any
 
 from tepo_megatron.actor.layout import check_layout, check_shared_prompts
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.controller.method import resolve
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.families import find_family
-from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.models.families import find_family
+from tepo_megatron.models.ops import Architecture
+from tepo_megatron.service.method import resolve
 from tests.gate import plan
 from tests.gate.data import FAMILIES, LONGEST, PROMPTS, SIZES, TEMPERATURE, TRUNCATION
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from tepo_megatron.types import Rollout, SamplingMask, Truncation
+from tepo_megatron.base.types import Rollout, SamplingMask, Truncation
 from tests.gate import reference
 from tests.tiny import hybrid_config, tiny_model
 from tests.truncated import kept, rows

@@ -11,7 +11,7 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
-from tepo_megatron.plan.memory import has_teacher
+from tepo_megatron.doctor.plan.memory import has_teacher
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
 
 RANKS = 4  # ranks of a world

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from tepo_megatron.ablation.plan import read_plan
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, plain, read_layers
-from tepo_megatron.plan.command import read_model
+from tepo_megatron.doctor.plan.command import read_model
+from tepo_megatron.report.ablation.plan import read_plan
 from tests.gate import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,4 +1,4 @@
-"""The fp64 reference of the gate: transformers and plain autograd, any method of `audit/reference.py`, AdamW with clipping.
+"""The fp64 reference of the gate: transformers, autograd, any method of `report/audit/reference.py`, AdamW with clipping.
 
 No packing, no microbatches, no parallelism. It shares no code with the product except for the random keys of tokens, which are
 an input (Clip-Cov and KL-Cov draw tokens by them).
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.advantages import group_advantages
-from tepo_megatron.audit.reference import Formula, evaluate
+from tepo_megatron.report.audit.advantages import group_advantages
+from tepo_megatron.report.audit.reference import Formula, evaluate
 from tests.parallel.test_families import in_file_names
 from tests.reference.minibatches import Batch, Response, shares
 from tests.reference.rewards import reward_towards_reference

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config, MegatronConfig
 from tepo_megatron.losses.advantages import split_groups
-from tepo_megatron.types import Rollout
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_weights import Recorder
@@ -56,8 +56,8 @@ class Outcome:
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
     """Run every job in a forked rank, one after the other, on the mesh of the first job's layout."""
     from tepo_megatron.actor import offload
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     # as on a GPU, optimizer and parameters leave the device; by default they stay where device and host share memory
     offload.ON_CPU = offload.ON_CUDA
@@ -72,11 +72,11 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
 
 def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.controller.learning import learn
-    from tepo_megatron.controller.placement import Colocated, Disaggregated
-    from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.observability.timing import Clock
+    from tepo_megatron.monitor.timing import Clock
+    from tepo_megatron.trainer.learning import learn
+    from tepo_megatron.trainer.placement import Colocated, Disaggregated
+    from tepo_megatron.trainer.step_log import StepLog
 
     cfg, out = job.cfg, Outcome()
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
@@ -120,10 +120,10 @@ def _train(job: Job, groups: Any) -> Outcome:
 
 def parts_of(rollouts: Sequence[Rollout], step: int, cfg: Config) -> Iterator[Any]:
     """Yield the parts of a step as the service hands them out, where the last prompt's group arrives first."""
-    from tepo_megatron.controller.schedule import RolloutPart
-    from tepo_megatron.observability.metrics import Metrics
+    from tepo_megatron.base.seeding import derive_seed
+    from tepo_megatron.monitor.metrics import Metrics
     from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream
-    from tepo_megatron.utils.seeding import derive_seed
+    from tepo_megatron.trainer.schedule import RolloutPart
 
     if cfg.training.stream == "off":
         yield RolloutPart.whole(rollouts)
@@ -148,7 +148,7 @@ def _recorder(job: Job, step: int, objective: Any, groups: Any) -> Any:
 
 def _gate(actor: Any, step: int, groups: Any) -> Any:
     """Return a gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
-    from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.trainer.gate import WeightsGate
 
     gate = WeightsGate(actor.cfg.rollout, actor.cfg.training, actor.cfg.sync, actor, groups)
     for version in range(step - actor.cfg.rollout.max_staleness, step + 1):
@@ -158,7 +158,7 @@ def _gate(actor: Any, step: int, groups: Any) -> Any:
 
 def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Tensor] | None:
     """Send the weights as the config says, in the current state of colocation; return what arrived, on rank 0."""
-    from tepo_megatron.weight_sync.sync import make_weight_sync
+    from tepo_megatron.sync.push import make_weight_sync
 
     cfg, groups = actor.cfg, actor.groups
     with contextlib.ExitStack() as stack:

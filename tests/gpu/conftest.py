@@ -19,8 +19,8 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 def alone() -> Iterator[Any]:
     """Initialize this process as a world of one rank."""
     from tepo_megatron.config import ParallelConfig
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     with one_rank():
         yield parallel.initialize(ParallelConfig(), activate("cuda"), 0)

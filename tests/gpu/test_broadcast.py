@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, GroupSpec
-from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry
+from tepo_megatron.dist.rendezvous_store import open_store
+from tepo_megatron.wire.broadcast_group import SENDER, BroadcastGroup, GroupSpec
+from tepo_megatron.wire.bucket_format import Bucket, TensorEntry
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)
@@ -21,8 +21,8 @@ ROUNDS = 3
 NUMEL = 2**24
 RECEIVER = """
 import json, sys, torch
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec
-from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
+from tepo_megatron.wire.broadcast_group import GroupSpec
+from tepo_megatron.wire.receiver.receiver import RankReceiver
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)

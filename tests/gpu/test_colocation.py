@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.platform import memory
+from tepo_megatron.dist.platform import memory
 from tests.tiny import tiny_qwen3
 
 DEVICE = torch.device("cuda", 0)
@@ -53,9 +53,9 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
     from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.config.io import plain, validate
-    from tepo_megatron.plan.command import read_model
-    from tepo_megatron.plan.memory import offload_bytes
-    from tepo_megatron.plan.parameters import held
+    from tepo_megatron.doctor.plan.command import read_model
+    from tepo_megatron.doctor.plan.memory import offload_bytes
+    from tepo_megatron.doctor.plan.parameters import held
     from tests.parallel import cases
 
     case = cases.make_case(tmp_path, tied=True)
@@ -83,7 +83,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
 
 def test_host_memory_is_unlocked_and_locked_again() -> None:
     """An address that was freed can be locked by the next arena; asynchronous copies there and back keep every bit."""
-    from tepo_megatron.platform.host_memory import HostArena
+    from tepo_megatron.dist.platform.host_memory import HostArena
 
     x = torch.randint(0, 256, (50_000_001,), dtype=torch.uint8, device=DEVICE)
     for _ in range(3):
@@ -99,8 +99,8 @@ def test_host_memory_is_unlocked_and_locked_again() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_leaves_the_gpu_and_serves_what_it_is_given_when_it_is_back(tmp_path: Path) -> None:
-    from tepo_megatron.inference.engine_api import LaunchSpec
-    from tepo_megatron.inference.engines import build_engine
+    from tepo_megatron.engines.engine_api import LaunchSpec
+    from tepo_megatron.engines.engines import build_engine
     from tests.server.served import SAMPLING, logprob_diff, make_prompts, save_weights
 
     tiny_qwen3(tmp_path / "model", tied=True, seed=0)

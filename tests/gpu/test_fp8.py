@@ -9,12 +9,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.engines import build_engine
-from tepo_megatron.inference.sglang import default_python
-from tepo_megatron.weight_sync.bucket_format import Bucket, pack
-from tepo_megatron.weight_sync.ipc import export_buffer
-from tepo_megatron.weights import fp8
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.engines import build_engine
+from tepo_megatron.engines.sglang import default_python
+from tepo_megatron.models import fp8
+from tepo_megatron.wire.bucket_format import Bucket, pack
+from tepo_megatron.wire.ipc import export_buffer
 from tests.dequantized import dequantize
 from tests.server.served import SAMPLING, logprob_diff, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.weight_sync.bucket_format import Bucket, pack
-from tepo_megatron.weight_sync.ipc import export_buffer
+from tepo_megatron.wire.bucket_format import Bucket, pack
+from tepo_megatron.wire.ipc import export_buffer
 
 ROUNDS = 6  # each of two rows is written, and its handle opened, three times
 NUMEL = 2**24
 DEVICE = torch.device("cuda", 0)
 RECEIVER = """
 import sys, torch
-from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
+from tepo_megatron.wire.receiver.receiver import RankReceiver
 
 device = torch.device("cuda", 0)
 inbox = RankReceiver()

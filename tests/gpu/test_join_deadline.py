@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec
+from tepo_megatron.dist.rendezvous_store import open_store
+from tepo_megatron.wire.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec
 
 
 def test_a_member_that_never_comes_does_not_hang_the_sender() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from tepo_megatron.actor import kernels, precision
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.errors import ConfigError
 from tests.parallel import cases
 from tests.tiny import tiny_model
 
@@ -190,7 +190,7 @@ def _adam(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["transformer_engine", "apex"])
 def test_fused_adam_steps_as_this_packages(name: str) -> None:
-    from tepo_megatron.platform.adam import HostAdam
+    from tepo_megatron.dist.platform.adam import HostAdam
 
     if name not in FOUND or (name == "apex" and "amp_C" not in FOUND):
         pytest.skip(f"{name} is not installed")

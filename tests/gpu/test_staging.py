@@ -2,7 +2,7 @@
 
 import torch
 
-from tepo_megatron.weight_sync.stores import PinnedStaging
+from tepo_megatron.sync.stores import PinnedStaging
 
 
 def test_what_is_staged_is_what_was_on_the_gpu() -> None:

@@ -145,7 +145,7 @@ def roles_of(launcher: int) -> dict[str, list[psutil.Process]]:
                 words = " ".join(process.cmdline())
                 if "servers.guard" in words:
                     found["guard"].append(process)
-                elif "grading/worker.py" in words:
+                elif "rewards/grading/worker.py" in words:
                     found["grader"].append(process)
                 elif process.ppid() == launcher and "service" in words:
                     found["service"].append(process)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 
-from tepo_megatron.types import NO_EXPERT
+from tepo_megatron.base.types import NO_EXPERT
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 LAYERS, NUMBER = 2, 4

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import Config
-from tepo_megatron.controller.gate import pieces
-from tepo_megatron.inference.engine_api import serialize
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
-from tepo_megatron.weight_sync.bucket_format import Source
-from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
-from tepo_megatron.weight_sync.transport import Recipient
+from tepo_megatron.engines.engine_api import serialize
+from tepo_megatron.trainer.gate import pieces
+from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.wire.bucket_format import Source
+from tepo_megatron.wire.receiver.receiver import RankReceiver
+from tepo_megatron.wire.transport import Recipient
 from tests.e2e.scripted_service import ScriptedEngine
 from tests.harness import experts
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron import report
+from tepo_megatron.base.quiet import quiet_upstream
 from tepo_megatron.config import Config
-from tepo_megatron.controller.gate import allowed_difference
-from tepo_megatron.observability import run_dir
+from tepo_megatron.monitor import run_dir
 from tepo_megatron.rollout import record
-from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.trainer.gate import allowed_difference
 from tests.harness import experts
 from tests.harness.faulty_engine import Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w

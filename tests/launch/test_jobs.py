@@ -20,7 +20,7 @@ from launch.__main__ import main
 from launch.executors import slurm
 from launch.jobs import JobFolder
 from launch.snapshot import CodeVersion
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.base.errors import ConfigError
 from tests.launch.cases import PROGRAM, PYTHON, ROOT
 
 CALLS = ["run.yaml", "--executor", "slurm", "--cluster", "mine.yaml", "--no-preflight", "--allow-dirty"]

@@ -17,7 +17,7 @@ import yaml
 from launch.__main__ import main
 from launch.command_line import parse
 from launch.login import LoginFiles
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.base.errors import ConfigError
 from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
 from tests.launch.test_jobs import COMMANDS, TREE
 from tests.launch.test_snapshot import git

@@ -12,8 +12,8 @@ import yaml
 
 from launch.checks import check_paths, check_words
 from launch.profile import Cluster, is_secret_name
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config.io import validate, validate_as
-from tepo_megatron.errors import ConfigError
 from tests.launch import cases
 
 ODD = 'a b\'s "c" $HOME;x*'

@@ -16,7 +16,7 @@ from launch.__main__ import main
 from launch.preflight.machines import host_path, written_bytes
 from launch.profile import Cluster
 from tepo_megatron.config.io import load_config, validate_as
-from tepo_megatron.plan.command import KNOWN
+from tepo_megatron.doctor.plan.command import KNOWN
 from tests.launch.cases import PYTHON, ROOT
 
 CONFIG: dict[str, Any] = {

@@ -8,9 +8,9 @@ import pytest
 from launch.checks import check_paths, check_run
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate, validate_as
-from tepo_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"account": "lab"}

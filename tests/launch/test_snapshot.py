@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import snapshot
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.base.errors import ConfigError
 
 
 def git(folder: Path, *words: str) -> str:

@@ -6,10 +6,8 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, modules, package_of, 
 
 
 def test_the_top_of_the_package_is_small() -> None:
-    assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
-    # the second training loop, `sft`, uses 14 packages below it, and doctor and preflight read its data; traces: servers record
-    # spans; an objective may be a user's file
-    assert len(arrows()) <= 209
+    assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 21
+    assert len(arrows()) <= 116
 
 
 def test_functions_take_what_they_use() -> None:
@@ -18,7 +16,7 @@ def test_functions_take_what_they_use() -> None:
 
 def test_the_package_fits_its_budget() -> None:
     """Lines of files. A cut lowers the bound; a feature that raises it says in its commit what it replaces."""
-    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 50_585
+    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 50_607
 
 
 def test_functions_files_and_classes_are_small() -> None:

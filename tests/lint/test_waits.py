@@ -21,26 +21,25 @@ LIMITERS = {"settimeout", "limit_blocking"}  # calls that limit every later read
 # module.function -> why it may wait without a limit
 EXCEPTIONS = {
     "checkpoint.saving.run": "an idle daemon thread; who has given it a task waits with a limit",
-    "controller.service.run": "the service is idle between the calls of rank 0, whose end ends it",
-    "controller.service._read": "a daemon thread that reads until rank 0 closes its end or dies",
-    "controller.service._received": "between two rank 0s, until the launcher closes its end",
-    "inference.servers.slot.supervise": "a server is not restarted while the ranks hold its GPU; they have limits",
+    "service.service.run": "the service is idle between the calls of rank 0, whose end ends it",
+    "service.service._read": "a daemon thread that reads until rank 0 closes its end or dies",
+    "service.service._received": "between two rank 0s, until the launcher closes its end",
+    "engines.servers.slot.supervise": "a server is not restarted while the ranks hold its GPU; they have limits",
     "report.live.server.serve": "a page is served until Ctrl-C",
     "rewards.pool._take": "an idle grading worker waits for work; `close` cancels it",
-    "utils.processes.wait_for_end": "a daemon thread that watches for the death of a process",
-    "weight_sync.receiver.torch_server.sample": "an idle server waits for requests; its guard ends it",
+    "base.processes.wait_for_end": "a daemon thread that watches for the death of a process",
+    "wire.receiver.torch_server.sample": "an idle server waits for requests; its guard ends it",
     "launch.login._ssh": "the user's own command on the login node, such as `logs --follow`, until Ctrl-C",
 }
 # What these call has a limit inside: a method of this package, a collective, a task that ended. Or it is a context variable.
 LIMITED_INSIDE = set("""
-controller.driver._start controller.service_client.call evaluation.held_out.sample_and_grade launcher.launcher.launch
-inference.servers.updates.update_weights rewards.pool._stop rewards.terms.score rollout.function_thread._call_task
-rollout.function_thread._settle sft.loop.run sft.loop._stop train.finish train.stop train._sample utils.loop.run
-utils.loop._copy weight_sync.broadcast.wait weight_sync.broadcast.complete weight_sync.broadcast._form_groups
-weight_sync.broadcast_group._form weight_sync.broadcast_group.wait weight_sync.receiver.receiver._receive
-weight_sync.receiver.sglang_answers.response weight_sync.receiver.vllm_answers.response weight_sync.stores.wait
-weight_sync.receiver.vllm_answers._binary weight_sync.receiver.vllm_answers.from_new_request weight_sync.sync._send
-weight_sync.sync._stage
+base.loop._copy base.loop.run command.launcher.launch engines.servers.updates.update_weights
+evaluation.held_out.sample_and_grade rewards.pool._stop rewards.terms.score rollout.function_thread._call_task
+rollout.function_thread._settle sync.broadcast._form_groups sync.broadcast.complete sync.broadcast.wait sync.push._send
+sync.push._stage sync.stores.wait trainer.driver._start trainer.service_client.call trainer.sft.loop._stop
+trainer.sft.loop.run trainer.train._sample trainer.train.finish trainer.train.stop wire.broadcast_group._form
+wire.broadcast_group.wait wire.receiver.receiver._receive wire.receiver.sglang_answers.response
+wire.receiver.vllm_answers._binary wire.receiver.vllm_answers.from_new_request wire.receiver.vllm_answers.response
 """.split())  # fmt: skip  # noqa: SIM905
 
 

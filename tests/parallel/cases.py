@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from tepo_megatron.base.types import Rollout, SamplingMask, TrainBatch, Truncation
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.types import Rollout, SamplingMask, TrainBatch, Truncation
 from tests.reference import tepo as reference
 from tests.tiny import tiny_model, tiny_qwen3
 from tests.truncated import kept, rows
@@ -221,8 +221,8 @@ def run_config(
 def open_actor(cfg: Config) -> Any:
     """Return the actor of a forked rank, on the mesh of the config."""
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     return Actor.open(cfg, parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed))
 
@@ -334,7 +334,7 @@ def full_gradients(actor: Any) -> dict[str, Tensor]:
 
 def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
     """Return the part of `tensors` (one per binding) that this rank would send, in HF layout."""
-    from tepo_megatron.weights.gather import iterate_hf, sent_by
+    from tepo_megatron.models.gather import iterate_hf, sent_by
 
     bindings = sent_by([replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)], actor.groups)
     found = iterate_hf(bindings, actor.arch, actor.groups.tp)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tepo_megatron.audit.reference import Formula
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
+from tepo_megatron.report.audit.reference import Formula
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
 from tests.objective_cases import section_of
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS

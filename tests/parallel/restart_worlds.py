@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.processes import ATTEMPT
 from tepo_megatron.config import Config
-from tepo_megatron.controller.messages import CONNECTION
-from tepo_megatron.observability import run_dir
-from tepo_megatron.utils.processes import ATTEMPT
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.service.messages import CONNECTION
 from tests.parallel.resume_worlds import FollowingEngine, Kill, journal_rows, run_rank, without_report
 from tests.services import ForkedService
 from tests.waiting import lives, until

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from tepo_megatron import report
+from tepo_megatron.base.quiet import quiet_upstream
+from tepo_megatron.base.records import is_evaluation
+from tepo_megatron.base.save_requests import STOP
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.observability import run_dir
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.utils.records import is_evaluation
-from tepo_megatron.utils.save_requests import STOP
-from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.engines.engine import INITIAL_VERSION
+from tepo_megatron.monitor import run_dir
 from tests.e2e.scripted_service import ScriptedEngine
 from tests.recorded import step_records
 from tests.services import train_here
@@ -69,8 +69,8 @@ class Kill:
 
     def arm(self, journal: Path) -> None:
         """Arm the kill in the process that is to die; the kill is written to the journal."""
-        from tepo_megatron.controller.main_driver import MainDriver
-        from tepo_megatron.controller.schedule import Schedule
+        from tepo_megatron.service.main_driver import MainDriver
+        from tepo_megatron.trainer.schedule import Schedule
 
         now, calls = 0, 0
 

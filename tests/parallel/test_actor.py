@@ -125,7 +125,7 @@ def test_learning_rate_warms_up_linearly_from_the_first_step(case: cases.Case, s
 
 
 def poisoned_update(rank: int, cfg: Any, batch: Any) -> tuple[str, dict[str, Any]]:
-    from tepo_megatron.errors import NumericalError
+    from tepo_megatron.base.errors import NumericalError
     from tepo_megatron.losses import build_objective
 
     actor = open_actor(cfg)

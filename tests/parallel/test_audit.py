@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron import cli
-from tepo_megatron.audit.comparison import AuditedStep, audit_step
-from tepo_megatron.audit.reading import steps
-from tepo_megatron.audit.tables import relative, token_lines
-from tepo_megatron.errors import DataError
-from tepo_megatron.utils.tensor_files import read_tensors, write_tensors
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.tensor_files import read_tensors, write_tensors
+from tepo_megatron.command import parsers
+from tepo_megatron.report.audit.comparison import AuditedStep, audit_step
+from tepo_megatron.report.audit.reading import steps
+from tepo_megatron.report.audit.tables import relative, token_lines
 from tests.gate.data import Material, make_material
 from tests.gate.world import Job, Outcome, run_jobs
 from tests.marks import full_but
@@ -148,4 +148,4 @@ def test_what_a_run_does_not_have_is_refused(of_rows: dict[str, Path], tmp_path:
         with pytest.raises(DataError, match=message):
             list(token_lines(audited, *place))
     for token in ("3", "a:b", "1:-1"):
-        assert cli.main(["audit", str(run), "--step", "1", "--token", token]) == 1
+        assert parsers.main(["audit", str(run), "--step", "1", "--token", token]) == 1

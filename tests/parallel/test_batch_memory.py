@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tepo_megatron.base.types import Rollout, SamplingMask, TrainBatch
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.controller import batch_receiver
-from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
-from tepo_megatron.controller.batch_receiver import BatchReceiver, read
-from tepo_megatron.types import Rollout, SamplingMask, TrainBatch
+from tepo_megatron.service.batch_memory import BatchHeader, BatchMemory
+from tepo_megatron.trainer import batch_receiver
+from tepo_megatron.trainer.batch_receiver import BatchReceiver, read
 from tests.marks import full_but
 from tests.worlds import run_world
 
@@ -76,9 +76,9 @@ def _descriptors() -> int:
 
 def _rank(rank: int, machines: list[list[int]], sizes: list[int], experts: tuple[int, int] | None) -> dict[str, Any]:
     """Rank 0 is the service, too: its file is found below /proc all the same."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.distributed.objects import broadcast_object
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.objects import broadcast_object
+    from tepo_megatron.dist.platform import activate
 
     groups = parallel.initialize(ParallelConfig(dp=sum(map(len, machines))), activate("cpu"), 0)
     receiver = BatchReceiver.open(groups, next(i for i, ranks in enumerate(machines) if rank in ranks))
@@ -116,9 +116,9 @@ def test_every_rank_gets_every_bit(machines: list[list[int]], experts: tuple[int
 
 def _late_reader(rank: int) -> list[bool]:
     """Rank 1 comes late to each file; rank 0 releases one as soon as it has its own batch, and then writes the next."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.distributed.objects import broadcast_object
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.objects import broadcast_object
+    from tepo_megatron.dist.platform import activate
 
     groups = parallel.initialize(ParallelConfig(dp=2), activate("cpu"), 0)
     receiver, memory, equal = BatchReceiver.open(groups, "one machine"), BatchMemory(), []
@@ -166,9 +166,9 @@ PASSES = [
 
 def _fetches(rank: int, machines: list[list[int]]) -> dict[str, Any]:
     """Return the bytes of experts that this rank's machine was sent in each pass, and the sequences whose experts it has."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.distributed.objects import broadcast_object
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.objects import broadcast_object
+    from tepo_megatron.dist.platform import activate
 
     groups = parallel.initialize(ParallelConfig(dp=4), activate("cpu"), 0)
     receiver = BatchReceiver.open(groups, next(i for i, ranks in enumerate(machines) if rank in ranks))

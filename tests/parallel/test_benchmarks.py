@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron import cli
+from tepo_megatron.command import parsers
 from tepo_megatron.config import Config
-from tepo_megatron.observability import run_dir
+from tepo_megatron.monitor import run_dir
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
 
@@ -95,7 +95,7 @@ def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) ->
     for seed in range(3, 9):  # until the best step before the newest one is not the one before it
         output = tmp_path / str(seed)
         cfg = w.run_config(model, output, evaluation=evaluation, checkpoint=checkpoint, seed=seed)
-        w.lineage(cfg, output / "journal", Kill("tepo_megatron.observability.sinks:RunLog.write", step=4))
+        w.lineage(cfg, output / "journal", Kill("tepo_megatron.monitor.sinks:RunLog.write", step=4))
         means = _accuracies(cfg, measure)
         before = max(range(1, 5), key=lambda step, means=means: (means[step], -step))
         if before < 4:
@@ -121,7 +121,7 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
     assert sorted(p.name for p in (cfg.run_dir / "checkpoints").iterdir()) == ["step-00000002"]
     resumed = replace(cfg, resume=True)
     assert run_dir.finished(resumed)
-    assert cli.main(["train", str(cfg.run_dir / "config.yaml"), "--resume", "true"]) == 0
+    assert parsers.main(["train", str(cfg.run_dir / "config.yaml"), "--resume", "true"]) == 0
     output = capsys.readouterr().out
     assert "finished, with 2 steps" in output and "only --evaluation.patience null makes it go on" in output
     assert not run_dir.finished(replace(resumed, evaluation=replace(cfg.evaluation, patience=None)))

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tepo_megatron.types import TrainBatch
+from tepo_megatron.base.types import TrainBatch
 from tests.parallel import cases
 from tests.parallel import checkpoint_worlds as w
 from tests.parallel.test_families import EIGHT

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.errors import CheckpointError
+from tepo_megatron.base.errors import CheckpointError
 from tests.parallel import cases
 from tests.parallel import checkpoint_worlds as w
 from tests.tiny import tiny_qwen3

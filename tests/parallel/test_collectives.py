@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.distributed.objects import broadcast_result
-from tepo_megatron.errors import RolloutError
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.dist.objects import broadcast_result
 from tests.worlds import run_world
 
 
 def call_collectives(rank: int, size: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return for each collective of `platform/gloo.py` what came out and what should have."""
+    """Return for each collective of `dist/platform/gloo.py` what came out and what should have."""
     dist.init_process_group("gloo")
     uneven = [n + 1 for n in range(size)]  # rank i owns i + 1 elements
     ranks = torch.arange(size, dtype=dtype)

@@ -35,8 +35,8 @@ def apart(model: Path, tmp_path_factory: pytest.TempPathFactory) -> w.Outcome:
     "kill",
     [
         Kill("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", step=4, after=True),
-        Kill("tepo_megatron.controller.placement:Colocated.train", step=4, call=1),
-        Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=3, rank=1),
+        Kill("tepo_megatron.trainer.placement:Colocated.train", step=4, call=1),
+        Kill("tepo_megatron.sync.push:WeightSync.push", step=3, rank=1),
     ],
     ids=str,
 )

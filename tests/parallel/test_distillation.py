@@ -30,7 +30,7 @@ def config(model: Path, teacher: Path, layout: dict[str, Any], max_tokens: int =
 
 
 def updates(rank: int, cfg: Config, batches: Any) -> list[dict[str, Any]]:
-    from tepo_megatron.controller.method import resolve
+    from tepo_megatron.service.method import resolve
 
     actor = open_actor(cfg)
     actor.keep_reference()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
-from tepo_megatron.observability import run_dir
-from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.base.types import NO_EXPERT, Rollout, TrainBatch
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.monitor.metrics import Metrics
 from tepo_megatron.rollout import record
-from tepo_megatron.types import NO_EXPERT, Rollout, TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
@@ -119,9 +119,9 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch, machines: boo
 
 def received(actor: Any, batch: TrainBatch) -> TrainBatch:
     """Return the batch as each rank receives it on a machine of its own, where the experts come when they are packed."""
-    from tepo_megatron.controller.batch_memory import BatchMemory
-    from tepo_megatron.controller.batch_receiver import BatchReceiver
-    from tepo_megatron.distributed.objects import broadcast_object
+    from tepo_megatron.dist.objects import broadcast_object
+    from tepo_megatron.service.batch_memory import BatchMemory
+    from tepo_megatron.trainer.batch_receiver import BatchReceiver
 
     groups, memory = actor.groups, BatchMemory()
     receiver = BatchReceiver.open(groups, machine=groups.rank)
@@ -149,7 +149,7 @@ def test_experts_that_come_from_another_machine(
 
 def run_on_machines(rank: int, cfg: Any, apart: bool) -> None:
     """Take a run's steps on recorded rollouts; if `apart`, each rank is on a machine of its own."""
-    from tepo_megatron.controller.batch_receiver import BatchReceiver
+    from tepo_megatron.trainer.batch_receiver import BatchReceiver
     from tests.services import train_here
 
     if apart:

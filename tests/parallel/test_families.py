@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
 from tests.parallel.test_weights import Recorder, tensors
@@ -138,7 +138,7 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
     """[N, V] of all response rows, the same on every rank."""
     import torch.distributed as dist
 
-    from tepo_megatron.weights.ops import padded_vocab_size
+    from tepo_megatron.models.ops import padded_vocab_size
 
     groups = actor.groups
     logits_N = torch.zeros(batch.num_tokens, padded_vocab_size(VOCAB, groups.tp.size))
@@ -156,7 +156,7 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
 
 def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict[str, Any]:
     """Export, push to an engine, and compute logits of all positions in a forked rank; on one rank, also continue greedily."""
-    from tepo_megatron.weight_sync.sync import make_weight_sync
+    from tepo_megatron.sync.push import make_weight_sync
 
     actor = open_actor(cfg)
     actor.export_hf(out)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.errors import SyncError
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.base.errors import SyncError
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tests.harness import stale_weights as harness
 from tests.harness.faulty_engine import FAULTS
 from tests.marks import full_but
@@ -71,8 +71,8 @@ def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: 
 
 def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     """Return the gate's verdicts on rollouts of version 0, by four servers, when the actor has version 1."""
-    from tepo_megatron.controller.gate import WeightsGate
     from tepo_megatron.losses import build_objective
+    from tepo_megatron.trainer.gate import WeightsGate
 
     actor = open_actor(cfg)
     gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, actor.groups)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.base.errors import ConfigError, SyncError
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.config.safety import safety_checks
-from tepo_megatron.controller.method import resolve
-from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.service.method import resolve
 from tests.gate.world import parts_of
 from tests.parallel import cases
 from tests.parallel.test_gate import sampled
@@ -116,11 +116,11 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     """Return for each config whether `learn` ends on stale rollouts that say to be of the newest version; where rollouts may be
     a step old, on such that say to be of the version before; last, whether it ends on rollouts of the weights that they say.
     """
-    from tepo_megatron.controller.gate import WeightsGate
-    from tepo_megatron.controller.learning import learn
-    from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.observability.timing import Clock
+    from tepo_megatron.monitor.timing import Clock
+    from tepo_megatron.trainer.gate import WeightsGate
+    from tepo_megatron.trainer.learning import learn
+    from tepo_megatron.trainer.step_log import StepLog
 
     actor = cases.open_actor(configs[0])
     actor.keep_reference()

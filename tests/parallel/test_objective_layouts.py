@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.base.types import PackedMicrobatch, TokenStats
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.contradictions import TRUST_REGIONS
 from tepo_megatron.losses.inputs import LossInputs
@@ -26,7 +27,6 @@ from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.planning import plan_microbatches
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.ops.shared_prompts import PrefixGroups
-from tepo_megatron.types import PackedMicrobatch, TokenStats
 from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of, replaced
 from tests.worlds import run_world
 

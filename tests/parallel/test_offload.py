@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offloader, Part
+from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.types import TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor

@@ -22,9 +22,9 @@ def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
     """Take one update with the statistics of an old pass, and one without, from the same weights."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.comparisons import mismatch
-    from tepo_megatron.distributed import parallel
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
     groups, out = parallel.initialize(cfg.parallel, activate("cpu"), 0), []
     for old_pass in (True, False):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError, TepoError
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.distributed import parallel
-from tepo_megatron.errors import ConfigError, TepoError
-from tepo_megatron.platform import activate
+from tepo_megatron.dist import parallel
+from tepo_megatron.dist.platform import activate
 from tests.services import train_here
 from tests.worlds import run_world
 

@@ -53,7 +53,7 @@ def on_rank(
     """Compute each way in a forked rank. A way is a budget for logits in bytes and whether the weight has a main_grad."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist.platform import activate
 
     activate("cpu")
     dist.init_process_group("gloo")

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from tepo_megatron.base.host_sizes import arena_bytes
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.plan import activations
-from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
-from tepo_megatron.plan.command import read_model
-from tepo_megatron.plan.layers import kinds_of
-from tepo_megatron.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
-from tepo_megatron.plan.parameters import held, rank_parameters
-from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.utils.host_sizes import arena_bytes
+from tepo_megatron.doctor.plan import activations
+from tepo_megatron.doctor.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
+from tepo_megatron.doctor.plan.command import read_model
+from tepo_megatron.doctor.plan.layers import kinds_of
+from tepo_megatron.doctor.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
+from tepo_megatron.doctor.plan.memory_parts import ELEMENT, PlannedModel
+from tepo_megatron.doctor.plan.parameters import held, rank_parameters
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.errors import TepoError
-from tepo_megatron.weight_sync import stores
+from tepo_megatron.base.errors import TepoError
+from tepo_megatron.sync import stores
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, Keeper, Recorder, push_twice, sync_of, tensors, tiny_moe
@@ -49,7 +49,7 @@ class Counted:
 
 def simulated(rank: int, machines: Sequence[int], root: Path, fn: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
     """(result of `fn(rank, *args)`, broadcasts) where this rank's machine has a folder of `root` as its shared memory."""
-    from tepo_megatron.weight_sync import relay
+    from tepo_megatron.sync import relay
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     mine = stores.SHARED_MEMORY = memory(root, machines[rank])
@@ -116,7 +116,7 @@ def test_every_machine_gets_every_byte_once(tmp_path: Path, name: str) -> None:
 
 def push_and_fail(rank: int, cfg: Any, fault: str, root: Path) -> tuple[str, list[str]]:
     """The error, and what the machines had before any rank closed."""
-    from tepo_megatron.weight_sync import relay
+    from tepo_megatron.sync import relay
 
     original, writes = stores.save_file, 0
 

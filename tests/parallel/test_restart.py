@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.command.replay import ReplayRequest, replay
 from tepo_megatron.config import Config
-from tepo_megatron.launcher.replay import ReplayRequest, replay
-from tepo_megatron.observability import run_dir
+from tepo_megatron.monitor import run_dir
 from tepo_megatron.rollout.decisions import read_history
-from tepo_megatron.utils.seeding import derive_seed
 from tests.parallel import resume_worlds as w
 from tests.parallel.restart_worlds import restarted
 from tests.parallel.resume_worlds import Kill, Outcome
@@ -20,14 +20,14 @@ from tests.worlds import run_world
 pytestmark = pytest.mark.slow
 CHECKPOINT = "tepo_megatron.checkpoint."
 PLACES = (
-    "tepo_megatron.controller.schedule:Schedule.next_parts",
-    "tepo_megatron.controller.batch_receiver:BatchReceiver.receive",
+    "tepo_megatron.trainer.schedule:Schedule.next_parts",
+    "tepo_megatron.trainer.batch_receiver:BatchReceiver.receive",
     "tepo_megatron.actor.actor:Actor.attach_old_stats",
     "tepo_megatron.actor.actor:Actor.update",
-    "tepo_megatron.platform.adam:HostAdam._update",
-    "tepo_megatron.weight_sync.sync:WeightSync.push",
-    "tepo_megatron.weight_sync.stores:FileTransport.stage",
-    "tepo_megatron.controller.schedule:Schedule.evaluate",
+    "tepo_megatron.dist.platform.adam:HostAdam._update",
+    "tepo_megatron.sync.push:WeightSync.push",
+    "tepo_megatron.sync.stores:FileTransport.stage",
+    "tepo_megatron.trainer.schedule:Schedule.evaluate",
     CHECKPOINT + "checkpoints:Checkpoints.save",
     CHECKPOINT + "tensors:HostCopy.take",
     CHECKPOINT + "saving:write_items",
@@ -42,7 +42,7 @@ def test_kills_one_after_the_other_change_nothing(straight: Callable[[int], Outc
         cfg,
         tmp_path / "journal",
         Kill("tepo_megatron.actor.actor:Actor.update", step=1, call=2),  # before the first checkpoint
-        Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=2, after=True),
+        Kill("tepo_megatron.sync.push:WeightSync.push", step=2, after=True),
         Kill("tepo_megatron.actor.actor:Actor.update", step=4),  # steps 3 and 4 are repeated
     )
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
@@ -84,8 +84,8 @@ def ahead_of(record: dict[str, Any]) -> dict[str, Any]:
     "where",
     [
         "tepo_megatron.actor.actor:Actor.update",
-        "tepo_megatron.controller.schedule:Schedule.next_parts",
-        "tepo_megatron.weight_sync.sync:WeightSync.push",
+        "tepo_megatron.trainer.schedule:Schedule.next_parts",
+        "tepo_megatron.sync.push:WeightSync.push",
         CHECKPOINT + "checkpoints:Checkpoints.save",
         CHECKPOINT + "saving:write_manifest",
     ],
@@ -105,7 +105,7 @@ def test_a_kill_one_step_ahead_changes_nothing(straight_ahead: Outcome, model: P
     "where",
     [
         "tepo_megatron.actor.actor:Actor.update",
-        pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", marks=pytest.mark.full),
+        pytest.param("tepo_megatron.sync.push:WeightSync.push", marks=pytest.mark.full),
     ],
 )
 def test_ranks_that_share_the_devices_are_restarted(

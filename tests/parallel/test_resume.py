@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout import record
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import HalfALine, Kill, Outcome
@@ -28,10 +28,10 @@ PLACES = {
     "tepo_megatron.rewards.terms:WeightedReward.submit": False,
     "tepo_megatron.actor.actor:Actor.attach_old_stats": True,
     "tepo_megatron.actor.actor:Actor.update": True,
-    "tepo_megatron.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
-    "tepo_megatron.weight_sync.sync:WeightSync.push": True,
+    "tepo_megatron.dist.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
+    "tepo_megatron.sync.push:WeightSync.push": True,
     ENGINE + "update_weights": False,
-    "tepo_megatron.observability.sinks:RunLog.write": False,
+    "tepo_megatron.monitor.sinks:RunLog.write": False,
     CHECKPOINT + "checkpoints:Checkpoints.save": True,
     CHECKPOINT + "tensors:HostCopy.take": True,
     CHECKPOINT + "tensors:SavePlanner.agree": True,
@@ -45,12 +45,12 @@ PLACES = {
 }
 AT_THE_END = {
     "tepo_megatron.actor.actor:Actor.export_hf": True,
-    "tepo_megatron.weights.hf_io:publish": False,
+    "tepo_megatron.models.hf_io:publish": False,
     EVALUATION + "evaluate": False,
     EVALUATION + "write_evaluation": False,
-    "tepo_megatron.controller.main_driver:replace_file": False,  # writes the summary
+    "tepo_megatron.service.main_driver:replace_file": False,  # writes the summary
     "tepo_megatron.report:write_report": False,
-    "tepo_megatron.controller.main_driver:MainDriver.finish": False,
+    "tepo_megatron.service.main_driver:MainDriver.finish": False,
 }
 
 
@@ -64,10 +64,10 @@ def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
         tmp_path / "journal",
         Kill(ENGINE + "generate", step=1, after=True),  # before the first checkpoint
         Kill("tepo_megatron.actor.actor:Actor.update", step=2, call=2),
-        HalfALine("tepo_megatron.observability.sinks:RunLog.write", step=2),
+        HalfALine("tepo_megatron.monitor.sinks:RunLog.write", step=2),
         Kill(CHECKPOINT + "saving:write_manifest", step=3),
         Kill(CHECKPOINT + "folder:_to_deleted", step=3, call=2, after=True),
-        Kill("tepo_megatron.weights.hf_io:publish"),
+        Kill("tepo_megatron.models.hf_io:publish"),
     )
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
     lost = (tmp_path / "run" / "metrics.lost.jsonl").read_text()
@@ -85,7 +85,7 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
         steps = [record.read(cfg.run_dir / record.FOLDER, step)[0] for step in range(1, w.STEPS + 1)]
         return [[r.prompt_id for r in rollouts] for rollouts in steps]
 
-    killed = prompts(tmp_path / "killed", Kill("tepo_megatron.observability.sinks:RunLog.write", step=4))
+    killed = prompts(tmp_path / "killed", Kill("tepo_megatron.monitor.sinks:RunLog.write", step=4))
     assert killed == prompts(tmp_path / "straight") and len({tuple(step) for step in killed}) == w.STEPS
 
 
@@ -99,7 +99,7 @@ OF_CHECKPOINTS = [where for where in PLACES if where.startswith(CHECKPOINT) or w
     [
         *((1, {"every": 1}, where) for where in (*PLACES, *AT_THE_END)),
         *((2, {"every": 2}, where) for where, on_all in (PLACES | AT_THE_END).items() if on_all),
-        *((2, WITH_EXPORT, where) for where in (*OF_CHECKPOINTS, "tepo_megatron.weights.hf_io:publish")),
+        *((2, WITH_EXPORT, where) for where in (*OF_CHECKPOINTS, "tepo_megatron.models.hf_io:publish")),
     ],
     ids=str,
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.save_requests import FILES, SAVE, STOPPED
 from tepo_megatron.rollout import record
-from tepo_megatron.utils.save_requests import FILES, SAVE, STOPPED
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill, Outcome, Request
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.slow
 
 ENGINE, LOOP, LOG = (
     "tests.parallel.resume_worlds:FollowingEngine.",
-    "tepo_megatron.controller.schedule:Schedule.",
+    "tepo_megatron.trainer.schedule:Schedule.",
     "RunLog.write",
 )
 UPDATE, EVALUATE = "tepo_megatron.actor.actor:Actor.update", "tepo_megatron.evaluation.run_evaluations:evaluate"
-RECORD = f"tepo_megatron.observability.sinks:{LOG}"
+RECORD = f"tepo_megatron.monitor.sinks:{LOG}"
 # phase -> where the request comes, and from which step on
 PHASES = {
     "start": (LOOP + "publish_first_weights", 0),
@@ -29,7 +29,7 @@ PHASES = {
     "grading": ("tepo_megatron.rewards.terms:WeightedReward.submit", 3),
     "old statistics": ("tepo_megatron.actor.actor:Actor.attach_old_stats", 3),
     "update": (UPDATE, 3),
-    "weight update": ("tepo_megatron.weight_sync.sync:WeightSync.push", 3),
+    "weight update": ("tepo_megatron.sync.push:WeightSync.push", 3),
     "record": (RECORD, 3),
     "evaluation": (EVALUATE, 3),
     "save": ("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 3),

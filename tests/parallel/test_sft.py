@@ -13,8 +13,8 @@ import torch
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.sft.conversations import Demonstration
-from tepo_megatron.sft.settings import CROSS_ENTROPY, supervised
+from tepo_megatron.trainer.sft.conversations import Demonstration
+from tepo_megatron.trainer.sft.settings import CROSS_ENTROPY, supervised
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
@@ -55,10 +55,10 @@ def config(model: Path, layout: dict[str, Any], max_tokens: int = 4096, **more: 
 
 def updates(rank: int, cfg: Config) -> list[dict[str, Any]]:
     """Take the two updates of a pass over the conversations, as `FineTuning` takes them."""
-    from tepo_megatron.controller.batch_memory import BatchMemory
-    from tepo_megatron.controller.batch_receiver import BatchReceiver
-    from tepo_megatron.sft.loop import ConversationSource
-    from tepo_megatron.sft.settings import TrainingPlan
+    from tepo_megatron.service.batch_memory import BatchMemory
+    from tepo_megatron.trainer.batch_receiver import BatchReceiver
+    from tepo_megatron.trainer.sft.loop import ConversationSource
+    from tepo_megatron.trainer.sft.settings import TrainingPlan
 
     plan = TrainingPlan(len(LENGTHS), cfg.sft.batch_sequences, 1, None, cfg.seed)
     actor = open_actor(cfg)
@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(model: Path) -> tuple[reference.Step, ...]:
-    from tepo_megatron.sft.settings import TrainingPlan
+    from tepo_megatron.trainer.sft.settings import TrainingPlan
 
     plan = TrainingPlan(len(LENGTHS), 6, 1, None, 0)
     assert plan.steps == 2 and [len(plan.indices(step)) for step in (1, 2)] == [6, 4]
@@ -134,8 +134,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_once(rank: int, cfg: Config, kill_at: int) -> None:
     """Run `fine_tune`; rank 0 dies before update `kill_at`."""
-    from tepo_megatron.platform import activate
-    from tepo_megatron.sft import loop
+    from tepo_megatron.dist.platform import activate
+    from tepo_megatron.trainer.sft import loop
 
     if kill_at and rank == 0:
         taken = loop.ConversationSource.batch
@@ -151,7 +151,7 @@ def run_once(rank: int, cfg: Config, kill_at: int) -> None:
 
 def fine_tuned(files: Path, output: Path, layout: dict[str, Any], kill_at: int = 0, **more: Any) -> Path:
     """Run to the end, resuming after a kill; return the run's folder."""
-    from tepo_megatron.observability import run_dir
+    from tepo_megatron.monitor import run_dir
 
     keys = {"output": str(output), "checkpoint": {"every": 2}} | more
     keys["sft"] = {
@@ -190,12 +190,12 @@ def test_a_killed_run_resumes_bit_for_bit(files: Path, tmp_path: Path, layout: d
 
 
 def test_a_request_ends_the_run_with_its_last_update_saved(files: Path, tmp_path: Path) -> None:
-    from tepo_megatron.errors import RunStopped
-    from tepo_megatron.utils.save_requests import STOP, STOPPED, TRACE, TRACED, ask
+    from tepo_megatron.base.errors import RunStopped
+    from tepo_megatron.base.save_requests import STOP, STOPPED, TRACE, TRACED, ask
 
     def asks(rank: int, cfg: Config) -> str:
-        from tepo_megatron.platform import activate
-        from tepo_megatron.sft import loop
+        from tepo_megatron.dist.platform import activate
+        from tepo_megatron.trainer.sft import loop
 
         taken: Callable[..., Any] = loop.ConversationSource.batch
 
@@ -213,7 +213,7 @@ def test_a_request_ends_the_run_with_its_last_update_saved(files: Path, tmp_path
             return str(e)
         return ""
 
-    from tepo_megatron.observability import run_dir
+    from tepo_megatron.monitor import run_dir
 
     keys = {"output": str(tmp_path), "checkpoint": {"every": 0}}
     keys["sft"] = {"data": str(files / "train.jsonl"), "max_tokens": 32, "batch_sequences": 4}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor

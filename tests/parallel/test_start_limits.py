@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.distributed import parallel
-from tepo_megatron.platform import activate
+from tepo_megatron.dist import parallel
+from tepo_megatron.dist.platform import activate
 from tests.worlds import run_world
 
 

@@ -35,8 +35,8 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 
 def statistics_on_rank(rank: int, size: int, backend: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
+    from tepo_megatron.models.ops import padded_vocab_size
     from tepo_megatron.ops.vocab_parallel import token_stats
-    from tepo_megatron.weights.ops import padded_vocab_size
 
     logits, labels = logits_and_labels()
     # the third of four ranks has six real columns, the last none

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config
 from tepo_megatron.rollout import decisions, record
-from tepo_megatron.types import Rollout
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill, Request

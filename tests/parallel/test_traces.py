@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from tepo_megatron.launcher.trace_request import coverage, read_trace
-from tepo_megatron.observability import run_dir
-from tepo_megatron.observability.trace_file import TRACES, profile_path, trace_path
-from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, ask_trace
+from tepo_megatron.base.save_requests import TRACE, TRACED, TraceRequest, ask_trace
+from tepo_megatron.command.trace_request import coverage, read_trace
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.monitor.trace_file import TRACES, profile_path, trace_path
+from tepo_megatron.monitor.tracer import tracer
 from tests.chrome import Event, named, rows
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
@@ -69,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     traced = w.run_config(model, folder / "traced", logging={"trace_every": 3}, **sections)
     plain = w.run_config(model, folder / "plain", **sections)
     run_dir.prepare(traced)
-    asking = Ask("tepo_megatron.controller.schedule:Schedule.next_parts")  # on rank 0, in step 1
+    asking = Ask("tepo_megatron.trainer.schedule:Schedule.next_parts")  # on rank 0, in step 1
     given = traced, folder / "traced" / "journal", 0, asking
     assert run_world(2, rank_with_its_own_clock, *given) == [(False, False)] * 2
     w.attempt(plain, folder / "plain" / "journal")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.actor.masks import TRUNCATION_METRICS, known_mask
+from tepo_megatron.base.types import TrainBatch, Truncation
 from tepo_megatron.config import Config
-from tepo_megatron.types import TrainBatch, Truncation
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
@@ -35,8 +35,8 @@ def given() -> tuple[torch.Tensor, torch.Tensor, list[set[int]]]:
 
 def on_rank(rank: int, size: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
+    from tepo_megatron.models.ops import padded_vocab_size
     from tepo_megatron.ops.vocab_parallel import token_stats
-    from tepo_megatron.weights.ops import padded_vocab_size
 
     logits, labels, masks = given()
     padded = torch.nn.functional.pad(logits, (0, padded_vocab_size(VOCAB, size) - VOCAB), value=float("nan"))

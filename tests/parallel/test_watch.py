@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.distributed.parallel import world_store
-from tepo_megatron.observability.hang_watchdog import HangWatchdog, progress
-from tepo_megatron.observability.timing import Clock
+from tepo_megatron.dist.parallel import world_store
+from tepo_megatron.monitor.hang_watchdog import HangWatchdog, progress
+from tepo_megatron.monitor.timing import Clock
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -98,11 +98,11 @@ class Freeze(Kill):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        pytest.param("tepo_megatron.controller.driver:Driver.collect", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.trainer.driver:Driver.collect", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.update", 1, marks=pytest.mark.slow),
-        pytest.param("tepo_megatron.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
-        pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", 1, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.dist.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.sync.push:WeightSync.push", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.export_hf", 0, marks=pytest.mark.full),
     ],

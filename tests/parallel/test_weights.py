@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tepo_megatron.base.errors import CheckpointError, SyncError
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.errors import CheckpointError, SyncError
-from tepo_megatron.weight_sync.bucket_format import Bucket, crc32
-from tepo_megatron.weight_sync.ipc import open_buffer
+from tepo_megatron.wire.bucket_format import Bucket, crc32
+from tepo_megatron.wire.ipc import open_buffer
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
@@ -156,7 +156,7 @@ def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
 
 def sync_of(cfg: Any, receiver: Any, actor: Any = None, sync: SyncConfig | None = None) -> Any:
     """Return a sync of the weights of `actor`. None: of a new actor, as the config says."""
-    from tepo_megatron.weight_sync.sync import make_weight_sync
+    from tepo_megatron.sync.push import make_weight_sync
 
     actor = actor or open_actor(cfg)
     return make_weight_sync(sync or cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
@@ -266,7 +266,7 @@ def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path,
 
 
 def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | None) -> tuple[str, list[str]]:
-    from tepo_megatron.weight_sync import stores as module
+    from tepo_megatron.sync import stores as module
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -323,7 +323,7 @@ def test_an_export_that_fails_leaves_nothing_that_looks_complete(tmp_path: Path)
 
 
 def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
-    from tepo_megatron.weights import hf_io
+    from tepo_megatron.models import hf_io
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

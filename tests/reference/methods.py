@@ -1,4 +1,4 @@
-"""The methods by name, spelled out from their papers: only what each is made of. See `audit.reference.Formula`."""
+"""The methods by name, spelled out from their papers: only what each is made of. See `report.audit.reference.Formula`."""
 
 import math
 from typing import Any

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Formula, Outcome, ReferenceBatch, evaluate
+from tepo_megatron.report.audit.reference import Formula, Outcome, ReferenceBatch, evaluate
 
 LENGTHS = (1, 5, 17, 2, 0, 30, 1, 8, 3, 12)  # |y|; one response without any token
 MARGIN = 1e-4  # cases with a number closer to its threshold are left out

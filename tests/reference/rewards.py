@@ -2,7 +2,7 @@
 
 import torch
 
-from tepo_megatron.audit.reference import Comparisons, Formula, divergence
+from tepo_megatron.report.audit.reference import Comparisons, Formula, divergence
 from tests.reference.minibatches import Response
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tepo_megatron import cli
+from tepo_megatron.command import launcher, parsers
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.launcher import launcher, worker
+from tepo_megatron.trainer import worker
 
 READS = "TEPO_REHEARSAL_READS"  # environment variable: how often each process reads a batch, for the ranks that it stands for
 MESSAGE = "largest_message.json"  # file in the folder of the run
@@ -43,9 +43,8 @@ def measure_messages(path: Path) -> None:
 
 
 def work(cfg: Config, platform: Any) -> None:
-    from tepo_megatron import train
-    from tepo_megatron.controller import batch_receiver
-    from tepo_megatron.distributed import parallel
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.trainer import batch_receiver, train
     from tests.rehearsal import scripted
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
@@ -63,4 +62,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(worker.run_rank(load_config(sys.argv[1]), work=work))
     launcher.launch = functools.partial(launcher.launch, worker="tests.rehearsal.rank")
-    sys.exit(cli.main())
+    sys.exit(parsers.main())

@@ -14,21 +14,21 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tepo_megatron.base.scratch import WORLD_FOLDER
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
 from tepo_megatron.checkpoint.saving import SavedCheckpoint
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.controller.batch_memory import BatchHeader
-from tepo_megatron.controller.schedule import RolloutPart
-from tepo_megatron.distributed.objects import all_gather_object
-from tepo_megatron.distributed.parallel import HOST_LIMIT, Axis, ParallelDims
-from tepo_megatron.types import Rollout
-from tepo_megatron.utils.scratch import WORLD_FOLDER
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec
-from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry
-from tepo_megatron.weight_sync.buckets import BucketPlan, split_into_buckets
-from tepo_megatron.weight_sync.sync import WeightSync
-from tepo_megatron.weight_sync.transport import Recipient, StagedBucket
+from tepo_megatron.dist.objects import all_gather_object
+from tepo_megatron.dist.parallel import HOST_LIMIT, Axis, ParallelDims
+from tepo_megatron.service.batch_memory import BatchHeader
+from tepo_megatron.sync.buckets import BucketPlan, split_into_buckets
+from tepo_megatron.sync.push import WeightSync
+from tepo_megatron.trainer.schedule import RolloutPart
+from tepo_megatron.wire.broadcast_group import GroupSpec
+from tepo_megatron.wire.bucket_format import Bucket, TensorEntry
+from tepo_megatron.wire.transport import Recipient, StagedBucket
 
 TIMES = yaml.safe_load(Path(__file__).with_name("times.yaml").read_text())
 TRAINED = "trained.jsonl"  # file in the folder of the run: what each step was trained on

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.vllm import VllmApi
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.vllm import VllmApi
 from tests.scripted_serve import main
 
 

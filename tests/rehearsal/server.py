@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
+from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
 from tests.counting_servers import CountingServer
 
 TIMES = yaml.safe_load(Path(__file__).with_name("times.yaml").read_text())

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from tepo_megatron.checkpoint.folder import steps
+from tepo_megatron.command.preflight import needed_open_files
 from tepo_megatron.config.io import load_config
-from tepo_megatron.launcher.preflight import needed_open_files
 from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT
 from tepo_megatron.rollout.decisions import read_history
 from tests.e2e.conftest import ROOT, Command, commands
@@ -83,7 +83,7 @@ def watched(command: Command, peaks: dict[str, int]) -> Iterator[None]:
     def watch() -> None:
         pids: list[int] = []
         while not over.wait(0.2):
-            pids = pids or [int(x.split()[0]) for x in command.left_over() if "controller.service" in x and "guard" not in x]
+            pids = pids or [int(x.split()[0]) for x in command.left_over() if "service.service" in x and "guard" not in x]
             with suppress(psutil.Error, OSError, IndexError):  # it has not started, or has ended
                 measure(psutil.Process(pids[0]))
 

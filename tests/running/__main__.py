@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import commit
-from tepo_megatron.utils.memory_kills import usable_cores
-from tepo_megatron.utils.processes import die_with_parent, process_tree
+from tepo_megatron.base.memory_kills import usable_cores
+from tepo_megatron.base.processes import die_with_parent, process_tree
 from tests.running.guard import stacks
 from tests.running.limits import LIMITS
 

@@ -11,7 +11,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from tepo_megatron.utils.processes import die_with_parent, process_tree
+from tepo_megatron.base.processes import die_with_parent, process_tree
 
 _PY_SPY = Path(sysconfig.get_path("scripts"), "py-spy")
 _PYTEST_FRAME = re.compile(r"\((_pytest|pytest|pluggy|xdist|execnet)/")

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from pytest_timeout import is_debugging
 
-from tepo_megatron.utils.processes import process_tree
+from tepo_megatron.base.processes import process_tree
 
 # Seconds of a test with its fixtures, on a busy machine; of several marks the longest holds. A wait within a test is shorter.
 LIMITS = {"": 600, "slow": 1200, "server": 1200, "e2e": 1800, "full": 3600, "slurm": 3600}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.base.user_file import UserFunction
 from tepo_megatron.data import text_functions
 from tepo_megatron.rollout.agent import AgentTask
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.user_file import UserFunction
 from tests.server.served import EOS, MAX_LOGPROB_DIFF, Served, call, logprob_diff, serve
 from tests.tiny import CHARACTERS, VOCAB_SIZE, char_tokenizer, tiny_qwen3
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.errors import SyncError
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.base.errors import SyncError
+from tepo_megatron.base.types import Prompt, SamplingParams
 from tests.server.hybrids import tiny_hybrid
 from tests.server.served import (
     MAX_MODEL_LEN,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import GroupTransportConfig, IpcTransportConfig, ShmTransportConfig
-from tepo_megatron.types import Rollout
 from tests.parallel import cases
 from tests.server.hybrids import hybrid_with_vision, tiny_hybrid
 from tests.server.served import SAMPLING, WORLD_SECONDS, logprob_diff, make_prompts, serve
@@ -44,8 +44,8 @@ def push(
 
     In the last version only one layer changed.
     """
-    from tepo_megatron.weight_sync.sync import make_weight_sync
-    from tepo_megatron.weights.gather import iterate_hf
+    from tepo_megatron.models.gather import iterate_hf
+    from tepo_megatron.sync.push import make_weight_sync
 
     with serve("vllm", folder, make=make, tp=tp) as served:
         cfg = cases.run_config(folder / "model", {})

@@ -19,13 +19,13 @@ from unittest import mock
 import pytest
 
 from tepo_megatron import report
+from tepo_megatron.base.quiet import quiet_upstream
 from tepo_megatron.config import Config, ServerConfig
-from tepo_megatron.controller.gate import pieces
-from tepo_megatron.inference.engines import ENGINES, launch_of
-from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.observability import run_dir
+from tepo_megatron.engines.engines import ENGINES, launch_of
+from tepo_megatron.engines.servers.local import LocalServer
+from tepo_megatron.monitor import run_dir
 from tepo_megatron.rollout import record
-from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.trainer.gate import pieces
 from tests.harness.stale_weights import FUNCTION
 from tests.parallel import resume_worlds as w
 from tests.server.planted.sitecustomize import CONTROL

@@ -19,7 +19,7 @@ if not collect_ignore_glob:
     if without_cpp.is_there():
         without_cpp.import_it()
     else:
-        from tepo_megatron.platform import activate
+        from tepo_megatron.dist.platform import activate
 
         activate("cpu")
 

@@ -17,7 +17,7 @@ from tepo_megatron.actor.offload import ON_CUDA, Offloader
 from tepo_megatron.actor.precision import check_shapes
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.dist.parallel import ParallelDims
 from tests.parallel import cases
 from tests.tiny import hybrid_config, tiny_model
 

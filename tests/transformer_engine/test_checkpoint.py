@@ -24,8 +24,8 @@ def _content(rank: int, cfg: Config, batches: tuple[Any, ...] = ()) -> Content:
 
     The keys are "shard slices", "objects", "common" and "wanted".
     """
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
     if batches:
@@ -57,8 +57,8 @@ def _resumed(
     rank: int, cfg: Config, batches: tuple[Any, ...], whole: dict[str, torch.Tensor], adam_steps: tuple[int, int]
 ) -> Any:
     """The second update of a fresh actor that was given the whole tensors of a checkpoint."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
     for box in state.loaded_slices(actor):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config import Config
-from tepo_megatron.types import TrainBatch
 from tests.parallel import cases
 from tests.transformer_engine import models
 from tests.worlds import run_world
@@ -34,8 +34,8 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainBatch, ...]:
 
 
 def _actor(cfg: Config) -> Any:
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     return models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
 

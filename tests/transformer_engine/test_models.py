@@ -40,9 +40,9 @@ def _facts(rank: int, path: Path, name: str, precision: str) -> Facts:
 
     "te" is built as on GPUs, "plain" as on a CPU.
     """
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-    from tepo_megatron.weights.gather import iterate_hf
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
+    from tepo_megatron.models.gather import iterate_hf
 
     model = models.MODELS[name]
     groups = parallel.initialize(models.config(path, model.parallel, precision).parallel, activate("cpu"), 0)

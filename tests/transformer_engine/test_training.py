@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config import Config
-from tepo_megatron.types import TrainBatch
 from tests.parallel import cases
 from tests.tiny import hybrid_config
 from tests.transformer_engine import models
@@ -41,8 +41,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Case]:
 
 def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Change | None = None) -> list[dict[str, Any]]:
     """Return the steps of an actor as on GPUs; `change` is applied to the actor first."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
     if cfg.platform == "cuda":
@@ -95,9 +95,9 @@ def test_output_layer_in_chunks(made: dict[str, cases.Case], embeddings: str, la
 
 def _straight(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> dict[str, torch.Tensor]:
     """The weights after all steps, none of which is looked at in between."""
-    from tepo_megatron.distributed import parallel
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
     actor.start_step(1)

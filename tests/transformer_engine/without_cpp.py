@@ -118,7 +118,7 @@ def import_it() -> None:
     import transformer_engine.common
 
     transformer_engine.common.load_framework_extension = lambda framework: None
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist.platform import activate
 
     activate("cpu", transformer_engine=True)
     _answer_as(Device())

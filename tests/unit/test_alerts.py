@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.cli import main
+from tepo_megatron.command.parsers import main
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.observability.alerts import CLEAR, RULES, AlertWatch, judge
-from tepo_megatron.observability.sinks import RunLog, read_metrics
+from tepo_megatron.monitor.alerts import CLEAR, RULES, AlertWatch, judge
+from tepo_megatron.monitor.sinks import RunLog, read_metrics
 from tools import alert_figures
 
 BAD = {"rollout/kept_groups": 0.0, "rollout/sampled_groups": 8.0}

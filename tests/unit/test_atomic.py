@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.utils import atomic
+from tepo_megatron.base import atomic
 
 
 def test_the_file_is_synced_before_it_has_its_name_and_the_folder_afterwards(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.base.types import Rollout, TrainBatch
 
 
 def batch(groups: int = 7, samples: int = 3) -> TrainBatch:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import cli
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.command import parsers
+from tepo_megatron.command import preflight as checking
+from tepo_megatron.command import start as starting
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher import preflight as checking
-from tepo_megatron.launcher import start as starting
-from tepo_megatron.observability import run_dir
+from tepo_megatron.monitor import run_dir
 
 
 def config(folder: Path, **change: object) -> Config:
@@ -61,10 +61,10 @@ def test_malformed_words_and_files_are_one_message(tmp_path: Path, capsys: pytes
         (["report", str(tmp_path / "nowhere")], "nowhere"),
         (["report", str(tmp_path), "--steps", "3"], "takes no --steps"),
     ):
-        assert cli.main(words) == 1
+        assert parsers.main(words) == 1
         assert phrase in capsys.readouterr().err
     with pytest.raises(SystemExit) as e:
-        cli.main(["train", "--seed", "1", str(good)])
+        parsers.main(["train", "--seed", "1", str(good)])
     assert e.value.code == 2 and "the config file comes first" in capsys.readouterr().err
 
 
@@ -81,9 +81,9 @@ def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
     words = ["train", str(run / "config.yaml"), "--resume", "true"]
     summary = {"accuracy_before": None, "accuracy_after": None, "standard_error": {"before": None, "after": None}}
     (run / "summary.json").write_text(json.dumps(summary | {"steps": 3, "seconds": 1.0}))
-    assert cli.main(words) == 0
+    assert parsers.main(words) == 0
     output = capsys.readouterr().out
     assert f"{run}: this run is finished, with 3 steps; its results: summary.json, report.html, report.png, hf" in output
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG"), "a kill came before the picture"
-    assert cli.main([*words, "--training.steps", "2"]) == 1
+    assert parsers.main([*words, "--training.steps", "2"]) == 1
     assert "ended at step 3" in capsys.readouterr().err

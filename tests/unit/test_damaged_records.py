@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.jobs import progress
+from tepo_megatron.base.records import StepRecords, parse_lines, steps_of
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
-from tepo_megatron.utils.records import StepRecords, parse_lines, steps_of
+from tepo_megatron.monitor.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
 
 WRITTEN, CHECKPOINT = 6, 4  # recorded steps; step of the checkpoint from which the run continues
 RECORDS = [{"step": s, "reward/mean": s / 8, "loss/kl": None, "actor/grad_norm": 1e-3 * s} for s in range(1, WRITTEN + 1)]
@@ -197,8 +197,8 @@ def test_scores_of_an_evaluation(what: str, tmp_path: Path) -> None:
 def _accuracy(scores: dict[int, float]) -> Any:
     import torch
 
+    from tepo_megatron.base.types import Rollout
     from tepo_megatron.evaluation.held_out import accuracy
-    from tepo_megatron.types import Rollout
 
     return accuracy(
         [
@@ -226,10 +226,10 @@ def test_samples_of_a_benchmark(what: str, tmp_path: Path) -> None:
 def test_recorded_rollouts(tmp_path: Path) -> None:
     import torch
 
-    from tepo_megatron.errors import DataError
-    from tepo_megatron.observability.metrics import Metrics
+    from tepo_megatron.base.errors import DataError
+    from tepo_megatron.base.types import Rollout
+    from tepo_megatron.monitor.metrics import Metrics
     from tepo_megatron.rollout import record
-    from tepo_megatron.types import Rollout
 
     rollouts = [Rollout(7, torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), 0, "stop", score=1.0)]
     for step in range(1, 7):

@@ -12,15 +12,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.escaping import escaped
+from tepo_megatron.command.preflight import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.data import stop_tokens
-from tepo_megatron.doctor import examine, machine, print_findings, trial
+from tepo_megatron.doctor import machine, trial
+from tepo_megatron.doctor.examine import examine, print_findings
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.servers.served_model import cache_tokens
-from tepo_megatron.launcher.preflight import preflight
-from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.engines.servers.served_model import cache_tokens
 from tests.tiny import change_tensors, hybrid_config, tiny_multimodal, tiny_qwen3
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.inference.servers.served_model import ServedModel
-from tepo_megatron.utils import user_file
+from tepo_megatron.base import user_file
+from tepo_megatron.engines.servers.served_model import ServedModel
 
 UNREACHABLE = "http://127.0.0.1:9"
 

@@ -6,9 +6,9 @@ import time
 import pytest
 from aiohttp import test_utils, web
 
-from tepo_megatron.inference.servers.client import Client, RequestFailed
-from tepo_megatron.utils import exchange
-from tepo_megatron.utils.exchange import ExchangeFailed, HttpClient
+from tepo_megatron.base import exchange
+from tepo_megatron.base.exchange import ExchangeFailed, HttpClient
+from tepo_megatron.engines.servers.client import Client, RequestFailed
 from tests.counting_servers import CountingServer, serving
 
 SECONDS = 30.0

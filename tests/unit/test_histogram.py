@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tepo_megatron.observability.metrics import BINS, counts, quantiles
+from tepo_megatron.monitor.metrics import BINS, counts, quantiles
 
 
 def test_quantiles_are_exact_to_half_a_bin() -> None:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.sglang import json_rollouts as sglang_rollouts
-from tepo_megatron.inference.vllm import json_rollouts as vllm_rollouts
-from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.utils.exchange import LEAST_VALUES, HttpAnswer
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.exchange import LEAST_VALUES, HttpAnswer
+from tepo_megatron.base.types import Prompt, SamplingParams
+from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.sglang import json_rollouts as sglang_rollouts
+from tepo_megatron.engines.vllm import json_rollouts as vllm_rollouts
 
 TOKENS = 100_000  # of each of two samples: more values than any answer may hold, and short ones
 PROMPT = Prompt(0, (1, 2, 3), "")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.launcher.launcher import threads_of_rank
-from tepo_megatron.utils.memory_kills import usable_cores
+from tepo_megatron.base.memory_kills import usable_cores
+from tepo_megatron.command.launcher import threads_of_rank
 from tests.hurting import control_group
 
 CORES = len(os.sched_getaffinity(0))
@@ -49,7 +49,7 @@ def test_a_quota_counts_in_whole_cores(
 
 def test_a_real_quota_is_seen() -> None:
     limits = {"cgroup": {"cpu.cfs_quota_us": "100000", "cpu.cfs_period_us": "100000"}, "cgroup2": {"cpu.max": "100000 100000"}}
-    code = "input(); from tepo_megatron.utils.memory_kills import usable_cores; print(usable_cores())"
+    code = "input(); from tepo_megatron.base.memory_kills import usable_cores; print(usable_cores())"
     with control_group("cpu", limits) as group:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         group.add(child.pid)

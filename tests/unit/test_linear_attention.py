@@ -10,10 +10,10 @@ from tepo_megatron.actor import build
 from tepo_megatron.actor.layout import check_layout, check_shared_prompts
 from tepo_megatron.actor.linear_kernels import LinearLayout
 from tepo_megatron.actor.rotary import PackedRotary, rotate
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import ModelConfig, ParallelConfig, TrainingConfig
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.families import find_family, read_config
-from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.models.families import find_family, read_config
+from tepo_megatron.models.ops import Architecture
 from tests.tiny import hybrid_config, tiny_model
 from tests.unit.weights.test_families import QWEN3_5
 from tests.worlds import run_world
@@ -51,8 +51,8 @@ def test_prompts_are_shared_by_no_hybrid() -> None:
 
 def layers_of(rank: int, path: Path, name: Any) -> dict[str, tuple[str, str]]:
     """The dtype and the module's class of each parameter of a model."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
 
     groups = parallel.initialize(ParallelConfig(), activate("cpu"), 0)
     found = read_config(path)

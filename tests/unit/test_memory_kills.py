@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.base.memory_kills import MemoryKills
 from tests.hurting import memory_group as limited
 
 V1 = ("cgroup", "4:memory:{path}\n1:cpu:/\n0::/\n", "memory.oom_control", "memory.limit_in_bytes", "rw,memory")
@@ -54,7 +54,7 @@ def test_the_count_of_the_group_explains_a_kill(
 GREEDY = """
 import subprocess, sys
 sys.stdin.readline()
-from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.base.memory_kills import MemoryKills
 kills = MemoryKills()
 ended = subprocess.run([sys.executable, "-c", "kept = bytes(1) * 2**29"])
 print(ended.returncode, kills.explain())

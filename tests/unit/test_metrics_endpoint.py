@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tepo_megatron.controller.live_metrics import LiveMetrics
-from tepo_megatron.controller.step_log import KEYS, PHASES
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine import EngineReport, ServerReport
-from tepo_megatron.observability.alerts import RULES
-from tepo_megatron.observability.metrics_server import (
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.engines.engine import EngineReport, ServerReport
+from tepo_megatron.monitor.alerts import RULES
+from tepo_megatron.monitor.metrics_server import (
     KEY_FILE,
     TARGETS_FILE,
     as_text,
@@ -24,6 +22,8 @@ from tepo_megatron.observability.metrics_server import (
     step_name,
 )  # fmt: skip
 from tepo_megatron.rollout.collector import Progress
+from tepo_megatron.service.live_metrics import LiveMetrics
+from tepo_megatron.trainer.step_log import KEYS, PHASES
 from tools import grafana
 
 VLLM = """# HELP vllm:tokens Number of tokens.

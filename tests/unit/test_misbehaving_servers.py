@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, HttpClient, TimedOut
+from tepo_megatron.base.exchange import ERROR_BYTES, BadAnswer, HttpClient, TimedOut
 
 MIB = 2**20
 SPACES = b" " * 65536

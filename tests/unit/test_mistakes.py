@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import cli
-from tepo_megatron.launcher import launcher
+from tepo_megatron.command import launcher, parsers
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.slow
@@ -141,7 +140,7 @@ def test_a_mistake_is_one_clear_message(
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: pytest.fail("it was started"))
     begun = time.process_time()
     try:
-        status = cli.main(re.findall(r"--[\w.]+=\[.*\]|\S+", words))
+        status = parsers.main(re.findall(r"--[\w.]+=\[.*\]|\S+", words))
     except SystemExit as e:  # argparse's
         status = e.code
     assert time.process_time() - begun < CPU_SECONDS
@@ -155,4 +154,4 @@ def test_the_files_themselves_would_start(folder: Path, monkeypatch: pytest.Monk
     begun: list[object] = []
     monkeypatch.chdir(folder)
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: begun.append(1))
-    assert cli.main(["train", "mine.yaml", "--overwrite", "true"]) == 0 and begun
+    assert parsers.main(["train", "mine.yaml", "--overwrite", "true"]) == 0 and begun

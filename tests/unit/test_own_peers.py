@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tepo_megatron.distributed.own_peers import ForeignPeer, own_peers_only
-from tepo_megatron.distributed.rendezvous_store import FolderStore
-from tepo_megatron.weight_sync.broadcast_group import BrokenGroup, GroupSpec, join_store
+from tepo_megatron.dist.own_peers import ForeignPeer, own_peers_only
+from tepo_megatron.dist.rendezvous_store import FolderStore
+from tepo_megatron.wire.broadcast_group import BrokenGroup, GroupSpec, join_store
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

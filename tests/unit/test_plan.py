@@ -13,22 +13,22 @@ import torch
 
 from benchmarks.plan import ROWS, PublishedRun, predicted_seconds
 from tepo_megatron.actor.precision import optimizer_fields
-from tepo_megatron.cli import main
+from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.host_sizes import block_bytes
+from tepo_megatron.command.parsers import main
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
-from tepo_megatron.controller.method import resolve
-from tepo_megatron.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model
-from tepo_megatron.plan.engine_memory import kv_bytes
-from tepo_megatron.plan.layers import sequence_state_bytes
-from tepo_megatron.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import PlannedModel
-from tepo_megatron.plan.parameters import held, stages, total_parameters
-from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.search import judge, search
-from tepo_megatron.plan.workload import max_generation_rounds
-from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.gpus import GPUS
-from tepo_megatron.utils.host_sizes import block_bytes
+from tepo_megatron.doctor.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model
+from tepo_megatron.doctor.plan.engine_memory import kv_bytes
+from tepo_megatron.doctor.plan.layers import sequence_state_bytes
+from tepo_megatron.doctor.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes
+from tepo_megatron.doctor.plan.memory_parts import PlannedModel
+from tepo_megatron.doctor.plan.parameters import held, stages, total_parameters
+from tepo_megatron.doctor.plan.placement import Placement, placement_of
+from tepo_megatron.doctor.plan.search import judge, search
+from tepo_megatron.doctor.plan.workload import max_generation_rounds
+from tepo_megatron.service.method import resolve
 
 RECIPES = sorted(Path("examples/recipes").glob("*.yaml"))
 # parameters that the model's page on Hugging Face counts in its safetensors

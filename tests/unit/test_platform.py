@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepo_megatron import platform
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.platform.adam import HostAdam
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.dist import platform
+from tepo_megatron.dist.platform.adam import HostAdam
 
 
 def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ torch.cuda.device_count = lambda: 8
 torch.version.cuda = "13.0"
 def fail(*a, **k): raise SystemExit("the GPU was touched")
 torch.cuda._lazy_init = torch._C._cuda_init = torch.cuda.set_device = torch.cuda.synchronize = fail
-from tepo_megatron.platform import activate
+from tepo_megatron.dist.platform import activate
 assert activate("cpu").device(5) == torch.device("cpu")
 assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
 assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

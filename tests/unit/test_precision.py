@@ -10,11 +10,11 @@ from megatron.core.transformer import TransformerConfig
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.actor import precision
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.models.ops import Architecture, Experts
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.weights.ops import Architecture, Experts
 from tests.tiny import tiny_model
 from tests.worlds import run_world
 
@@ -151,9 +151,9 @@ def test_packed_tokens_of_a_rank_are_padded_to_the_presets_multiple(name: str, p
 
 def _router(rank: int, path: Path) -> list[tuple[Any, ...]]:
     from tepo_megatron.actor import build
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-    from tepo_megatron.weights.families import find_family, read_config
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
+    from tepo_megatron.models.families import find_family, read_config
 
     groups = parallel.initialize(ParallelConfig(), activate("cpu"), 0)
     found = read_config(path)

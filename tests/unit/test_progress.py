@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tepo_megatron.utils import progress
+from tepo_megatron.base import progress
 
 
 def test_a_pause_of_the_looker_is_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:

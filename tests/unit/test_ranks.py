@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.ranks import (
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.memory_kills import MemoryKills
+from tepo_megatron.base.scratch import check_private, make_private_folder
+from tepo_megatron.command.ranks import (
     RankFailure,
     RankProcesses,
     RestartPolicy,
@@ -17,8 +19,6 @@ from tepo_megatron.launcher.ranks import (
     interrupted_by_signals,
     is_recoverable,
 )
-from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.scratch import check_private, make_private_folder
 
 
 def message(text: str, expected: bool, when: float) -> dict[str, object]:
@@ -86,7 +86,7 @@ def test_ranks_are_restarted_where_they_may_succeed(tmp_path: Path) -> None:
 
 
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.launcher.ranks.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("tepo_megatron.command.ranks.GRACE_SECONDS", 0.5)
     with RankProcesses(["-c", RANKS], range(2), 2, tmp_path, {}, []) as ranks:
         ranks.start()
         failures = ranks.wait()

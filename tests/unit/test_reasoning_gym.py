@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.data.readers import Row
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.grading import reasoning_gym
-from tepo_megatron.rewards import build_reward
+from tepo_megatron.rewards.build import build_reward
+from tepo_megatron.rewards.grading import reasoning_gym
 from tests.graded import decode, rollout
 
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&size=300"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tepo_megatron.base.errors import ConfigError, DataError
+from tepo_megatron.command.replay import ReplayRequest, replay
 from tepo_megatron.config import Config
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.launcher.replay import ReplayRequest, replay
 from tepo_megatron.rollout import decisions
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -29,7 +29,7 @@ def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("killed")
     cfg = w.run_config(model, folder, rollout={"record": True}, checkpoint={"every": 2, "asynchronous": False})
     with pytest.raises(AssertionError):
-        w.attempt(cfg, folder / "journal", 0, Kill("tepo_megatron.observability.sinks:RunLog.write", step=3))
+        w.attempt(cfg, folder / "journal", 0, Kill("tepo_megatron.monitor.sinks:RunLog.write", step=3))
     other = replace(cfg, resume=True, parallel=replace(cfg.parallel, tp=2), optimizer=replace(cfg.optimizer, lr=2e-3))
     w.attempt(other, folder / "journal", 1)
     return cfg

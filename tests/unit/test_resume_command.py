@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.cli.resume import announcement, config_of, words_of
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.command.resume import announcement, config_of, words_of
 from tepo_megatron.config.io import load_config, to_yaml, validate, with_overrides
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.sft.settings import is_supervised, read_tree, supervised
+from tepo_megatron.trainer.sft.settings import is_supervised, read_tree, supervised
 
 TREE: dict[str, Any] = {
     "name": "mine", "output": "elsewhere", "model": {"path": "model"}, "data": {"train": "prompts.jsonl"},

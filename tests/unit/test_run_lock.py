@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError, RunReplacedError
+from tepo_megatron.base.run_lock import LOCK_FILE, RunLock
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.errors import ConfigError, RunReplacedError
-from tepo_megatron.observability import run_dir
-from tepo_megatron.observability.sinks import METRICS_FILE, RunLog
-from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.monitor.sinks import METRICS_FILE, RunLog
 from tests.unit.config.test_run_dir import RUN, config, write_run
 
 # Takes the lock again and again; inside it, what no two may do at once.
 CONTENDER = """
 import os, sys, time
 from pathlib import Path
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils.run_lock import RunLock
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.run_lock import RunLock
 
 folder, wins = Path(sys.argv[1]), 0
 while wins < 100:

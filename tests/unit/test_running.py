@@ -18,7 +18,7 @@ HANGS = """
 import ctypes, os, subprocess, time
 from pathlib import Path
 import pytest
-from tepo_megatron.utils.processes import read_stat
+from tepo_megatron.base.processes import read_stat
 
 @pytest.fixture(scope="module")
 def server():

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tepo_megatron.grading.sandbox import PROGRAM, Finished, Limits, check, run
+from tepo_megatron.rewards.grading.sandbox import PROGRAM, Finished, Limits, check, run
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap (Debian: apt-get install bubblewrap)")
@@ -211,7 +211,7 @@ def sleeper() -> tuple[str, str]:
 def test_a_killed_parent_ends_its_sandboxes(milliseconds: int) -> None:
     """The processes of a sandbox end with the one that waits for it, also if that is killed while they start."""
     mark, program = sleeper()
-    start = "from tepo_megatron.grading.sandbox import *; print('now', flush=True); "
+    start = "from tepo_megatron.rewards.grading.sandbox import *; print('now', flush=True); "
     text = f"{start}run(['-c', {program!r}], {{}}, b'', Limits(9, 99))"
     parent = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
     assert parent.stdout is not None and parent.stdout.readline() == b"now\n"
@@ -224,7 +224,7 @@ def test_a_killed_parent_ends_its_sandboxes(milliseconds: int) -> None:
 def test_a_sandbox_of_a_parent_that_has_ended_does_not_begin() -> None:
     for _ in range(3):
         mark, program = sleeper()
-        start = "import os, subprocess; from tepo_megatron.grading.sandbox import *; null = subprocess.DEVNULL; "
+        start = "import os, subprocess; from tepo_megatron.rewards.grading.sandbox import *; null = subprocess.DEVNULL; "
         text = f"{start}one = started(['-c', {program!r}], {{}}, Limits(9, 99), null, null, null); one.__enter__(); os._exit(0)"
         subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
         assert_ends(mark)

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from tepo_megatron.errors import ConfigError, StorageError
-from tepo_megatron.utils import scratch
-from tepo_megatron.utils.scratch import PrivateFolder
-from tepo_megatron.utils.storage import disk_fault, writing
+from tepo_megatron.base import scratch
+from tepo_megatron.base.errors import ConfigError, StorageError
+from tepo_megatron.base.scratch import PrivateFolder
+from tepo_megatron.base.storage import disk_fault, writing
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.base.scratch import PrivateFolder
 folder = PrivateFolder.create("test", Path(sys.argv[1]))
 (folder.path / "file").touch()
 print(folder.path, flush=True)

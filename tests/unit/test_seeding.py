@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tepo_megatron.utils import seeding
-from tepo_megatron.utils.seeding import derive_seed, hash_rows
+from tepo_megatron.base import seeding
+from tepo_megatron.base.seeding import derive_seed, hash_rows
 
 
 def test_keys_are_distinct_uniform_and_depend_on_the_seed() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.observability import sinks
-from tepo_megatron.observability.sinks import COLUMNS, RunLog, read_metrics, read_steps
+from tepo_megatron.monitor import sinks
+from tepo_megatron.monitor.sinks import COLUMNS, RunLog, read_metrics, read_steps
 
 RECORD = {column.key: 0.5 for column in COLUMNS} | {"rollout/kept_groups": 12, "loss/total": -0.25}
 
@@ -62,7 +62,7 @@ def test_evaluations_are_recorded_once_and_survive_a_rewind(tmp_path: Path) -> N
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from tepo_megatron.observability.sinks import RunLog; from tepo_megatron.config import LoggingConfig\n"
+        "from tepo_megatron.monitor.sinks import RunLog; from tepo_megatron.config import LoggingConfig\n"
         "log = RunLog(Path(sys.argv[1]), LoggingConfig(), steps=10**6)\n"
         "for step in range(1, 10**6): log.write(step, {'padding': 1.0} | {f'key{i}': i for i in range(500)})\n"
     )
@@ -92,7 +92,7 @@ def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.
     """The rollout service has the log open, and rank 0 warns, from any thread."""
     program = (
         "import logging, sys, threading; from pathlib import Path\n"
-        "from tepo_megatron.observability.log_file import LogFile\n"
+        "from tepo_megatron.monitor.log_file import LogFile\n"
         "with LogFile(Path(sys.argv[1])):\n"
         "    thread = threading.Thread(target=logging.getLogger('tepo_megatron.checkpoint').warning, args=['of a rank'])\n"
         "    thread.start(); thread.join(); logging.getLogger('tepo_megatron').info('nothing'); logging.warning('of others')\n"

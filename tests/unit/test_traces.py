@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import cli
-from tepo_megatron.launcher.trace_request import coverage, read_trace
-from tepo_megatron.observability.trace_file import TracePart, merge, step_folder, trace_path, write_part
-from tepo_megatron.observability.tracer import SAME, ClockOffset, Recording, Tracer, best_offset
+from tepo_megatron.command import parsers
+from tepo_megatron.command.trace_request import coverage, read_trace
+from tepo_megatron.monitor.trace_file import TracePart, merge, step_folder, trace_path, write_part
+from tepo_megatron.monitor.tracer import SAME, ClockOffset, Recording, Tracer, best_offset
 from tests.chrome import named, rows
 
 
@@ -92,7 +92,7 @@ def test_parts_of_other_machines_are_merged_later(tmp_path: Path, capsys: pytest
     names = ["rollout service", "rank 0", "rank 1"]
     assert merge(tmp_path, 4, names)[1] == ["rank 1"] and step_folder(tmp_path, 4).exists()
     write_part(tmp_path, part("rank 1", 2, 10**15))
-    assert cli.main(["trace", str(tmp_path), "--step", "4"]) == 0 and not step_folder(tmp_path, 4).exists()
+    assert parsers.main(["trace", str(tmp_path), "--step", "4"]) == 0 and not step_folder(tmp_path, 4).exists()
     said = capsys.readouterr().out.splitlines()
     assert said[2:] == [f"rank {i}: 2 spans, clock +- 0.002 ms, phases cover 33.3% of the step" for i in range(2)]
     trace = read_trace(trace_path(tmp_path, 4))
@@ -100,8 +100,10 @@ def test_parts_of_other_machines_are_merged_later(tmp_path: Path, capsys: pytest
     (first,), (second,) = (named(trace, f"rank {i}", "main thread", "update") for i in range(2))
     assert first["ts"] == second["ts"], "both clocks said the same at the same time"
     assert coverage(rows(trace)["rank 1", "step"]) == 0
-    assert cli.main(["trace", str(tmp_path), "--step", "5"]) == 1
+    assert parsers.main(["trace", str(tmp_path), "--step", "5"]) == 1
     assert "this step was not traced; traces in this folder: step-000004.json.gz" in capsys.readouterr().err
     step_folder(tmp_path, 4).mkdir()
     (step_folder(tmp_path, 4) / "rank-0.part.json").write_text("{}")
-    assert cli.main(["trace", str(tmp_path), "--step", "4"]) == 1 and "rank-0.part.json: not a part" in capsys.readouterr().err
+    assert (
+        parsers.main(["trace", str(tmp_path), "--step", "4"]) == 1 and "rank-0.part.json: not a part" in capsys.readouterr().err
+    )

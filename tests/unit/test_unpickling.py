@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tepo_megatron.base.errors import CheckpointError
+from tepo_megatron.base.restricted_pickle import METADATA, load_metadata, restricted_loading
+from tepo_megatron.checkpoint.convert.dist_reader import DistCheckpointReader as ConversionReader
 from tepo_megatron.checkpoint.restoring import SliceReader as ResumeReader
-from tepo_megatron.convert.dist_reader import DistCheckpointReader as ConversionReader
-from tepo_megatron.errors import CheckpointError
 from tepo_megatron.evaluation.command import hf_model
-from tepo_megatron.utils.restricted_pickle import METADATA, load_metadata, restricted_loading
 
 PACKAGE = Path(__file__).parents[2] / "tepo_megatron"
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
@@ -38,14 +38,14 @@ NAMES = {"eval", "exec", "compile", "__import__"}
 WORDS = re.compile("|".join([*MODULES, *NAMES, "exec_module", r"load\(", "load_all", "read_pickle", "trust_remote_code"]))
 # file -> what it may call, with the reason
 ALLOWED = {
-    "utils/restricted_pickle.py": {"pickle.Unpickler"},  # with its own find_class
+    "base/restricted_pickle.py": {"pickle.Unpickler"},  # with its own find_class
     "checkpoint/rng_state.py": {"torch.load(weights_only=True)"},
-    "convert/dist_reader.py": {"torch.load(weights_only=True)"},
+    "checkpoint/convert/dist_reader.py": {"torch.load(weights_only=True)"},
     "config/yaml_text.py": {"yaml.load(_Loader)"},  # a SafeLoader that refuses doubled keys
-    "inference/vllm.py": {"np.load(allow_pickle=False)"},
-    "grading/calls.py": {"exec", "compile"},  # a model's program, inside of a sandbox: this file is only text outside
-    "grading/asserts.py": {"exec"},  # a dataset's tests, inside of a sandbox
-    "utils/user_file.py": {"exec", "compile"},  # a Python file that the user's config names
+    "engines/vllm.py": {"np.load(allow_pickle=False)"},
+    "rewards/grading/calls.py": {"exec", "compile"},  # a model's program, inside of a sandbox: this file is only text outside
+    "rewards/grading/asserts.py": {"exec"},  # a dataset's tests, inside of a sandbox
+    "base/user_file.py": {"exec", "compile"},  # a Python file that the user's config names
 }
 
 

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.grading import sandbox
-from tepo_megatron.inference.servers import guard
-from tepo_megatron.inference.servers.sleep import until
-from tepo_megatron.utils import loop as event_loop
-from tepo_megatron.utils.loop import LATE_SECONDS, LoopThread, time_limit
-from tepo_megatron.utils.processes import reap
+from tepo_megatron.base import loop as event_loop
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.loop import LATE_SECONDS, LoopThread, time_limit
+from tepo_megatron.base.processes import reap
+from tepo_megatron.engines.servers import guard
+from tepo_megatron.engines.servers.sleep import until
+from tepo_megatron.rewards.grading import sandbox
 from tests import waiting
 
 LIMIT_SECONDS = 0.05

@@ -33,7 +33,7 @@ from benchmarks.gpu.check.report import (
 )
 from benchmarks.gpu.check.task_process import TaskProcess, environment
 from benchmarks.results import ROOT, surroundings
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.base.processes import die_with_parent
 
 FILE, PAGE = ROOT / "benchmarks/results/gpu/check.json", ROOT / "docs/gpu.md"
 TORCH_SECONDS = 60.0  # for torch to say whether it finds a GPU

@@ -53,7 +53,7 @@ def main() -> None:
     check: Any = Check(platform, task, Path(folder), Path(file), math.inf)  # type: ignore[arg-type]
     code = importlib.import_module(module)
     if imports and platform == "cpu":
-        importlib.import_module("tepo_megatron.platform").activate(platform)  # before Megatron-Core is imported
+        importlib.import_module("tepo_megatron.dist.platform").activate(platform)  # before Megatron-Core is imported
     for name in filter(None, imports.split(",")):
         with contextlib.suppress(ImportError):  # the task says what it lacks
             importlib.import_module(name)

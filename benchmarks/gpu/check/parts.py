@@ -22,7 +22,7 @@ LOOP_LINES = ("accuracy after", "rewards", "seconds of a step", "log-probs apart
 USED = 0.8
 LEAST_SECONDS = 10.0  # a task does not run with less: what is left of its imports may take most of it
 TRANSFORMERS = ("transformers.models.qwen3.modeling_qwen3",)
-ACTOR = (*TRANSFORMERS, "tepo_megatron.actor.actor", "tepo_megatron.losses", "tepo_megatron.weight_sync.sync")
+ACTOR = (*TRANSFORMERS, "tepo_megatron.actor.actor", "tepo_megatron.losses", "tepo_megatron.sync.push")
 
 
 def gpu_tests() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import importlib.util
 
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.run_tests import run_file
-from tepo_megatron.inference.sglang import default_python
+from tepo_megatron.engines.sglang import default_python
 
 
 def run(check: Check) -> None:

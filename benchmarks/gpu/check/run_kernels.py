@@ -16,9 +16,9 @@ from benchmarks.gpu.rows import layer_of, matmul_rate, measure, our_layer, secon
 from benchmarks.results import OURS, Measure, verdict
 from tepo_megatron.actor.attention_layout import AttentionLayout
 from tepo_megatron.actor.packed_attention import PackedLayout
+from tepo_megatron.dist.platform import activate
 from tepo_megatron.ops.flash_attention import PackedFlash, packed_flash_of
 from tepo_megatron.ops.vocab_parallel import token_stats
-from tepo_megatron.platform import activate
 from tests.token_statistics import reference
 
 # comparison with fp64: rows, real columns, columns with padding, hidden size

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu.check.lines import Check, Skip, Status
 from benchmarks.gpu.check.parts import LOOP_LINES
 from benchmarks.results import ROOT
-from tepo_megatron.observability.sinks import read_metrics
+from tepo_megatron.monitor.sinks import read_metrics
 
 MODEL = ROOT / ".cache/demo/seed-0"
 CPU_CURVE = ROOT / "benchmarks/results/gpu/loop_cpu.json"

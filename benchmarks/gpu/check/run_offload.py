@@ -15,8 +15,8 @@ from benchmarks._ranks import actor_of
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import case_of, config_of
 from benchmarks.gpu.check.steps import rollouts
-from tepo_megatron.plan.workload import Workload
-from tepo_megatron.types import TrainBatch
+from tepo_megatron.base.types import TrainBatch
+from tepo_megatron.doctor.plan.workload import Workload
 
 GIB = 2**30
 ROUNDS = 3  # the first one allocates the host memory

@@ -2,7 +2,7 @@
 
 The model FLOPs utilization (MFU) is operations / seconds / rate. The operations of a step are those of old log-probs (one
 forward pass) and of updates (a forward and a backward pass, which counts as two); recomputation does not count.
-`weights/operations.py` counts those of a forward pass.
+`models/operations.py` counts those of a forward pass.
 """
 
 import re
@@ -25,15 +25,15 @@ from benchmarks.gpu.check.parts import STEP_LINES
 from benchmarks.gpu.check.steps import OLD, UPDATES, MeasuredSteps
 from benchmarks.gpu.rows import matmul_rate
 from tepo_megatron.actor.kernels import choose, installed
+from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config.io import load_config
-from tepo_megatron.plan.command import PlanRequest, predictor_of
-from tepo_megatron.plan.gpus import GIB
-from tepo_megatron.plan.memory import TrainerMemory
-from tepo_megatron.plan.roofline import Predictor
-from tepo_megatron.plan.workload import Workload
-from tepo_megatron.types import TrainBatch
-from tepo_megatron.utils.gpus import GPUS
-from tepo_megatron.weights.operations import forward_operations
+from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of
+from tepo_megatron.doctor.plan.gpus import GIB
+from tepo_megatron.doctor.plan.memory import TrainerMemory
+from tepo_megatron.doctor.plan.roofline import Predictor
+from tepo_megatron.doctor.plan.workload import Workload
+from tepo_megatron.models.operations import forward_operations
 
 TIMED_STEPS = 2
 FORWARD, FORWARD_AND_BACKWARD = 1, 3  # passes, by their operations
@@ -69,7 +69,7 @@ def run(check: Check) -> None:
             steps = MeasuredSteps(predictor.cfg, Workload.of(predictor.cfg, case.prompt, case.response))
             check.report(f"{check.task}: ready", "measured", time.monotonic() - begun, "s", "reading and building the model")
             _measure(check, steps, predictor, gpu)
-            from tepo_megatron.distributed import parallel
+            from tepo_megatron.dist import parallel
 
             parallel.shutdown()
 

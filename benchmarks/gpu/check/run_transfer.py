@@ -43,7 +43,7 @@ def run(check: Check, receiver: Receiver) -> None:
 
 def _push(check: Check, receiver: Receiver, actor: Any, cfg: Config, nbytes: int) -> None:
     """Time pushes to a receiver. The first one is checked: checksums are computed on the host."""
-    from tepo_megatron.weight_sync.sync import make_weight_sync
+    from tepo_megatron.sync.push import make_weight_sync
 
     if check.task == "shm":
         _need(2 * BUCKET_MIB[check.platform] * 2**20)

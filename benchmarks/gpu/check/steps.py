@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import Config
-from tepo_megatron.plan.command import read_model
-from tepo_megatron.plan.workload import Workload
-from tepo_megatron.platform import activate
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.dist.platform import activate
+from tepo_megatron.doctor.plan.command import read_model
+from tepo_megatron.doctor.plan.workload import Workload
 
 OLD, UPDATES = "old log-probs", "updates"
 
@@ -39,7 +39,7 @@ class MeasuredSteps:
     def __init__(self, cfg: Config, work: Workload) -> None:
         platform = activate(cfg.platform)
         from tepo_megatron.actor.actor import Actor
-        from tepo_megatron.distributed import parallel
+        from tepo_megatron.dist import parallel
         from tepo_megatron.losses import build_objective
 
         self.cfg, self.rollouts = cfg, rollouts(cfg, work)

@@ -18,7 +18,7 @@ from benchmarks.gpu.check.machine import last_line
 from benchmarks.gpu.check.parts import CheckPart, CheckTask
 from benchmarks.gpu.check.report import TaskResult, status_of
 from benchmarks.results import ROOT
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.base.processes import die_with_parent
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL, in which launchers end their ranks, and after SIGKILL
 POLL_SECONDS = 0.1  # between two looks at a task's lines

@@ -23,7 +23,7 @@ from benchmarks._ranks import Ranks
 from benchmarks.gpu.check.lines import Check
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.platform import activate
+from tepo_megatron.dist.platform import activate
 from tests.parallel import cases
 from tests.processes import call, waiting_ranks
 from tests.staged_gloo import VARIABLE, requested
@@ -128,7 +128,7 @@ def _wait(world: Ranks, files: Sequence[Path], seconds: float) -> str:
 
 def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
     """Run in each rank: train each config whose world has this rank, and write what `cases.train_steps` returns."""
-    from tepo_megatron.distributed import parallel  # imports Megatron-Core
+    from tepo_megatron.dist import parallel  # imports Megatron-Core
 
     store, _, _ = next(rendezvous("env://", rank, int(os.environ["WORLD_SIZE"])))
     for number, (cfg, batches) in enumerate(work):

@@ -47,7 +47,7 @@ def shrink(module: types.ModuleType) -> None:
 
 def fake_cuda(torch: Any) -> None:
     """Replace torch.cuda, the factories of tensors, and the backend of groups."""
-    from tepo_megatron.platform import cuda_api, tensors
+    from tepo_megatron.dist.platform import cuda_api, tensors
 
     tensors.redirect_factories()
     tensors.redirect_tensor_methods()
@@ -98,7 +98,7 @@ def put_on_host(torch: Any) -> None:
 
 def use_gloo(dist: Any) -> None:
     """Form gloo groups where NCCL is asked for."""
-    from tepo_megatron.platform import gloo
+    from tepo_megatron.dist.platform import gloo
 
     init_process_group, new_group, barrier = dist.init_process_group, dist.new_group, dist.barrier
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.base.types import MASK_TIES, MOST_CANDIDATES, NO_TOKEN, RecomputedMasks, Truncation
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, RowKernels, compute_dtype
-from tepo_megatron.types import MASK_TIES, MOST_CANDIDATES, NO_TOKEN, RecomputedMasks, Truncation
 
 
 def masked_statistics(logits: Tensor, mask_RK: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.base.errors import ConfigError
 
 
 def watch(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:

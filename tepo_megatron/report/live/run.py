@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from tepo_megatron.base.errors import ConfigError, DataError
+from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.records import parse_lines, steps_of
+from tepo_megatron.base.run_lock import is_gone
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.observability.sinks import METRICS_FILE
+from tepo_megatron.monitor.sinks import METRICS_FILE
 from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
 from tepo_megatron.report.curves import BUCKETS, Curves
 from tepo_megatron.report.figures import NOTHING, table
 from tepo_megatron.report.panels import sections, time_shares
 from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
-from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.records import parse_lines, steps_of
-from tepo_megatron.utils.run_lock import is_gone
 
 _SERVER = "server/"  # first part of the keys that a step records of its servers
 _STATES = {1.0: "up", 0.0: "lost"}

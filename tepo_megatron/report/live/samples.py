@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tepo_megatron.audit.reading import read_batch, read_update
-from tepo_megatron.observability.run_dir import audit_folder
+from tepo_megatron.monitor.run_dir import audit_folder
+from tepo_megatron.report.audit.reading import read_batch, read_update
 from tepo_megatron.report.chart import rounded
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.samples import ReportSample, find_tokenizer, read_folder, sample_of
@@ -16,7 +16,7 @@ from tepo_megatron.report.words import TextSpan, of_text, of_tokens, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tepo_megatron.types import Rollout
+    from tepo_megatron.base.types import Rollout
 
 PAGE = 4  # samples of a page
 TOKENS = 1000  # tokens of a page

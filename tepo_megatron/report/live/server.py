@@ -25,11 +25,11 @@ from typing import Any
 
 from aiohttp import web
 
-from tepo_megatron.audit.command import audit_lines
-from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.base.errors import ConfigError, TepoError
+from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.report.audit.command import audit_lines
 from tepo_megatron.report.live.run import LiveRun, compared
 from tepo_megatron.report.live.samples import ORDERS, SampleReader
-from tepo_megatron.utils.escaping import excerpt
 
 HOST = "127.0.0.1"
 LEAST_WAIT, MOST_WAIT = 2.0, 60.0  # seconds between two questions of the page

@@ -18,10 +18,10 @@ from typing import Any
 
 import aiohttp
 
+from tepo_megatron.base.open_files import raise_open_file_limit
+from tepo_megatron.base.types import Prompt
 from tepo_megatron.rollout.conversation import Conversation
 from tepo_megatron.rollout.environment import EnvironmentStep, play
-from tepo_megatron.types import Prompt
-from tepo_megatron.utils.open_files import raise_open_file_limit
 
 MOST_BYTES = 100 << 20  # of a message, as OpenEnv's own client allows
 # Limit since the end of an episode: the server has only to hang up; then its connection is closed from here

@@ -8,8 +8,8 @@
 
 import aiohttp
 
+from tepo_megatron.base.open_files import raise_open_file_limit
 from tepo_megatron.rollout.agent import Agent, AgentTask, openai_agent
-from tepo_megatron.utils.open_files import raise_open_file_limit
 
 
 class VerifiersError(Exception):

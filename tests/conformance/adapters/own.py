@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.base.types import Denominators, TokenStats
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import Denominators, TokenStats
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part

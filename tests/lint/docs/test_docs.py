@@ -15,17 +15,17 @@ import yaml
 from launch.layout import lay_out
 from launch.profile import load_cluster
 from tepo_megatron.actor.layout import check_layout
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config, RewardConfig
 from tepo_megatron.config.io import load_config, validate_as
 from tepo_megatron.config.objective import ObjectiveParts
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine_api import EngineApi
+from tepo_megatron.engines.engine_api import EngineApi
 from tests.lint.docs.pages import PAGES, anchors, commands, fences, inline_code, links
 from tools import config_reference, objective_parts
 from tools.nested_keys import nested_keys
 
 ELSEWHERE = ("http://", "https://", "mailto:")
-COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli/parsers.py").read_text())
+COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/command/parsers.py").read_text())
 # placeholders for a file of the reader's own
 STAND_IN = "examples/template.yaml"
 
@@ -258,7 +258,7 @@ def test_the_example_of_an_objective(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_reward_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.rewards import check_reward
+    from tepo_megatron.rewards.build import check_reward
 
     (block,), (config,) = fences(Path("docs/first_run.md"), "python"), fences(Path("docs/first_run.md"), "yaml")
     monkeypatch.chdir(tmp_path)
@@ -271,7 +271,7 @@ def test_the_reward_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_example_of_a_reward(tmp_path: Path) -> None:
-    from tepo_megatron.rewards import build_reward, check_reward
+    from tepo_megatron.rewards.build import build_reward, check_reward
     from tests.graded import decode, rollout
 
     page = Path("docs/add_reward.md")
@@ -291,8 +291,8 @@ def test_the_example_of_a_family(tmp_path: Path) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM, SeedOssConfig
 
-    from tepo_megatron.weights.families import read_config
-    from tepo_megatron.weights.families.family import Family
+    from tepo_megatron.models.families import read_config
+    from tepo_megatron.models.families.family import Family
 
     family = python_block("docs/add_family.md")["FAMILY"]
     assert isinstance(family, Family)

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from examples.paper.dapo_math import convert
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.command.preflight import preflight
 from tepo_megatron.config.io import load_config
 from tepo_megatron.config.objective import ClipCov, KlCov, Steer
-from tepo_megatron.controller.method import resolve
-from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import check_sources
-from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.losses import OBJECTIVES
+from tepo_megatron.service.method import resolve
 
 PAPER = Path("examples/paper")
 README = (PAPER / "README.md").read_text()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-INBOX = "tepo_megatron.weight_sync.receiver.receiver"
+INBOX = "tepo_megatron.wire.receiver.receiver"
 CONTROL = "TEPO_TEST_FAULT"
 LAYER = "model.layers.1."
 TENSOR = f"{LAYER}mlp.down_proj.weight"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tepo_megatron.ablation.plan import AblationPlan, read_plan
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
-from tepo_megatron.controller.method import resolve
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.report.ablation.plan import AblationPlan, read_plan
+from tepo_megatron.service.method import resolve
 
 ROOT = Path(__file__).parents[3]
 BASE = {

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tepo_megatron.ablation import ablate, cells, to_json, verdict
-from tepo_megatron.ablation.plan import read_plan
-from tepo_megatron.ablation.results import MethodRow
+from tepo_megatron.base.errors import ConfigError, RolloutError
 from tepo_megatron.config import Config
-from tepo_megatron.controller.method import resolve
-from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.evaluation import Accuracy, write_evaluation
 from tepo_megatron.evaluation.statistics import over_problems, paired_difference
-from tepo_megatron.observability import run_dir
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.report.ablation.ablate import ablate, cells, to_json, verdict
+from tepo_megatron.report.ablation.plan import read_plan
+from tepo_megatron.report.ablation.results import MethodRow
+from tepo_megatron.service.method import resolve
 
 BASE = {"name": "b", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}}
 PROBLEMS = 4

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron import cli
-from tepo_megatron.audit.comparison import audit_step
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.tensor_files import read_tensors, write_tensors
+from tepo_megatron.command import parsers
 from tepo_megatron.losses import OBJECTIVES
-from tepo_megatron.utils.tensor_files import read_tensors, write_tensors
+from tepo_megatron.report.audit.comparison import audit_step
 from tests.audit_runs import FOLDER, write_audit
 from tests.objective_cases import LENGTHS, draw
 
@@ -47,7 +47,7 @@ def changed(path: Path, change: Callable[[dict[str, Any], dict[str, str]], objec
 def test_the_whole_record_agrees(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audited = audit_step(run, 1)
     assert audited.agrees and audited.logged_loss is None
-    assert cli.main(["audit", str(run), "--step", "1"]) == 0
+    assert parsers.main(["audit", str(run), "--step", "1"]) == 0
     assert "metrics.jsonl has no loss of this step" in capsys.readouterr().out
 
 
@@ -55,7 +55,7 @@ def test_a_loss_that_was_logged_otherwise_is_found(run: Path, capsys: pytest.Cap
     loss = audit_step(run, 1).loss
     for factor, status in ((1.0, 0), (1.001, 1)):
         (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss/total": factor * loss}) + "\n")
-        assert cli.main(["audit", str(run), "--step", "1"]) == status
+        assert parsers.main(["audit", str(run), "--step", "1"]) == status
     assert "training and audit DIFFER" in capsys.readouterr().out
 
 

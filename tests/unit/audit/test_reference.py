@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.audit.comparison import advantages_of, reference_terms
-from tepo_megatron.audit.reading import AuditBatch
-from tepo_megatron.audit.reference import Comparisons
-from tepo_megatron.errors import DataError
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.losses import OBJECTIVES
 from tepo_megatron.losses.advantages import group_advantages
+from tepo_megatron.report.audit.comparison import advantages_of, reference_terms
+from tepo_megatron.report.audit.reading import AuditBatch
+from tepo_megatron.report.audit.reference import Comparisons
 from tests.audit_runs import recorded
 from tests.objective_cases import draw, replaced
 from tests.report_runs import rollout

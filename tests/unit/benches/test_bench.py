@@ -12,7 +12,7 @@ from benchmarks.controller.answers import END
 from benchmarks.controller.engine_rows import engine_of, make_prompts, rollout_config, sampled
 from benchmarks.controller.fake_pool import BINARY, FakePool, PoolSpec
 from benchmarks.results import OURS, ROWS, Measure, Object, SuiteOptions, load
-from tepo_megatron.types import SamplingParams
+from tepo_megatron.base.types import SamplingParams
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/cpu.json"

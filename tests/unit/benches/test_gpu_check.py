@@ -16,7 +16,7 @@ from benchmarks.gpu.check.model import run_tree
 from benchmarks.gpu.check.parts import PARTS, line_names
 from benchmarks.gpu.check.run_step import attention_words
 from tepo_megatron.config.io import load_config
-from tepo_megatron.plan.command import PlanRequest, predictor_of
+from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of
 from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[3]

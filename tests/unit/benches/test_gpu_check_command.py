@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu.check import machine, report
 from benchmarks.gpu.check.parts import PARTS, limit, seconds_of
-from tepo_megatron.utils.processes import read_stat
+from tepo_megatron.base.processes import read_stat
 from tests.unit.benches.gpu_tasks import SCENES
 from tests.waiting import lives, until
 

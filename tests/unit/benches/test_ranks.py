@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._ranks import Ranks
-from tepo_megatron.utils.processes import read_stat
+from tepo_megatron.base.processes import read_stat
 
 ROOT = Path(__file__).parents[3]
 NAMELESS = ["unshare", "--net", "--uts", "sh", "-c", 'hostname nobody-knows-it && ip link set lo up && exec "$@"', "sh"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tepo_megatron.base.errors import CheckpointError
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint.files import (
     MANIFEST,
@@ -20,7 +21,6 @@ from tepo_megatron.checkpoint.files import (
     write,
     write_manifest,
 )
-from tepo_megatron.errors import CheckpointError
 
 
 def test_a_write_that_the_kernel_refuses_raises_its_own_error(tmp_path: Path) -> None:

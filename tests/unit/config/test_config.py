@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import io
 from tepo_megatron.config.io import load_config, plain, to_yaml, validate
-from tepo_megatron.errors import ConfigError
 
 MINIMAL = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 

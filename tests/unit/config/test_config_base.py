@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml
-from tepo_megatron.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "name": "base",

@@ -9,13 +9,13 @@ import torch
 
 from tepo_megatron.actor import build, precision
 from tepo_megatron.actor.passed_fields import check_passed_fields, passed_fields
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.config.megatron import CHECKED, TESTED, untested_fields
 from tepo_megatron.config.owned_fields import OWNED
 from tepo_megatron.doctor import machine
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.ops import Architecture, Experts
+from tepo_megatron.models.ops import Architecture, Experts
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
 from tests.worlds import run_world

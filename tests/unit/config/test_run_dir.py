@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.observability import run_dir
-from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
+from tepo_megatron.monitor import run_dir
+from tepo_megatron.monitor.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
 
 
 def config(folder: Path, **change: object) -> Config:

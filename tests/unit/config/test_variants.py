@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config, GroupTransportConfig, ShmTransportConfig, UrlServerConfig
 from tepo_megatron.config.io import load_config, plain, validate, with_overrides
 from tepo_megatron.config.layers import Layers
-from tepo_megatron.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 

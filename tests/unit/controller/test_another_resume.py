@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.controller.opening import open_driver
 from tepo_megatron.data import PromptStream, load_data, load_tokenizer
-from tepo_megatron.errors import DataError
+from tepo_megatron.service.opening import open_driver
 from tests.e2e.scripted_service import ScriptedEngine
 from tests.tiny import tiny_qwen3
 

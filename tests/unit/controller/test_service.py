@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.errors import DataError, RolloutError
+from tepo_megatron.base.memory_kills import MemoryKills
+from tepo_megatron.command.service_process import SERVICE, ServiceProcess
 from tepo_megatron.config.io import to_yaml, validate
-from tepo_megatron.controller.driver import Driver
-from tepo_megatron.controller.messages import Waited, ended
-from tepo_megatron.controller.service_client import ServiceAddress, ServiceClient
-from tepo_megatron.controller.service_trace import ServiceTrace
-from tepo_megatron.errors import DataError, RolloutError
-from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess
-from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.service.messages import Waited, ended
+from tepo_megatron.service.trace import ServiceTrace
+from tepo_megatron.trainer.driver import Driver
+from tepo_megatron.trainer.service_client import ServiceAddress, ServiceClient
 from tests.services import fork
 from tests.waiting import error_of, lives, until
 
 HTTP_AND_TEXT = ("httpx", "aiohttp", "msgspec", "transformers", "tokenizers", "math_verify", "datasets", "pyarrow")
-ROLLOUT_SIDE = ("data", "evaluation", "grading", "rewards", "rollout", "report", "inference.servers", "inference.vllm")
+ROLLOUT_SIDE = ("data", "evaluation", "grading", "rewards", "rollout", "report", "engines.servers", "engines.vllm")
 
 
 def imported(module: str) -> set[str]:
@@ -38,7 +38,7 @@ def imported(module: str) -> set[str]:
 
 @pytest.mark.slow
 def test_a_rank_imports_no_http_tokenizer_or_grading_code() -> None:
-    found = imported("tepo_megatron.train")
+    found = imported("tepo_megatron.trainer.train")
     assert "megatron.core" in found
     assert [name for name in HTTP_AND_TEXT if name in found] == []
     assert [name for name in ROLLOUT_SIDE if f"tepo_megatron.{name}" in found] == []
@@ -46,9 +46,9 @@ def test_a_rank_imports_no_http_tokenizer_or_grading_code() -> None:
 
 @pytest.mark.slow
 def test_the_service_imports_no_trainer() -> None:
-    found = imported("tepo_megatron.controller.service")
+    found = imported("tepo_megatron.service.service")
     assert "tepo_megatron.rollout.collector" in found
-    assert [name for name in ("megatron", "tepo_megatron.actor", "tepo_megatron.weights.gather") if name in found] == []
+    assert [name for name in ("megatron", "tepo_megatron.actor", "tepo_megatron.models.gather") if name in found] == []
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def test_a_killed_service_is_one_error_that_says_how(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_service_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.2)
+    monkeypatch.setattr("tepo_megatron.trainer.service_client.PING_SECONDS", 0.2)
     with service(silence_seconds=1.0) as client:
         client.call("ping")
         os.kill(client.pid, signal.SIGSTOP)
@@ -110,7 +110,7 @@ def _started_late(seconds: float, start_seconds: float) -> str:
     ours, theirs = Pipe()
 
     def answer() -> None:
-        from tepo_megatron.controller.messages import Answer
+        from tepo_megatron.service.messages import Answer
 
         time.sleep(seconds)
         theirs.send(Answer(theirs.recv().number, "opened", None))
@@ -138,7 +138,7 @@ def test_a_service_may_start_for_longer_than_it_may_be_silent() -> None:
 
 def test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipe holds a few hundred messages: then the next one would block rank 0."""
-    monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.001)
+    monkeypatch.setattr("tepo_megatron.trainer.service_client.PING_SECONDS", 0.001)
     (ours, theirs), process = Pipe(), subprocess.Popen(["sleep", "60"])
     client = ServiceClient(ServiceAddress(ours, process.pid), 0.5, 1.0)
     with pytest.raises(RolloutError, match="has not started"):
@@ -163,10 +163,10 @@ def test_a_service_that_stops_within_an_answer_is_noticed() -> None:
 
 @pytest.mark.slow
 def test_a_service_that_is_stuck_in_its_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.2)
-    monkeypatch.setattr("tepo_megatron.controller.service_client.STUCK_SECONDS", 1.0)
-    monkeypatch.setattr("tepo_megatron.controller.service_client.CLOSE_SECONDS", 1.0)
-    monkeypatch.setattr("tepo_megatron.utils.progress.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("tepo_megatron.trainer.service_client.PING_SECONDS", 0.2)
+    monkeypatch.setattr("tepo_megatron.trainer.service_client.STUCK_SECONDS", 1.0)
+    monkeypatch.setattr("tepo_megatron.trainer.service_client.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("tepo_megatron.base.progress.LOOK_SECONDS", 0.2)
     with service(silence_seconds=0.5) as client:
         os.kill(client.pid, signal.SIGSTOP)
         with pytest.raises(RolloutError, match=r"is stuck in its start: for [12] s it used neither CPU time nor a disk"):
@@ -178,7 +178,7 @@ def test_a_service_that_is_stuck_in_its_start_is_noticed(monkeypatch: pytest.Mon
 def test_the_service_ends_with_the_launcher(number: signal.Signals) -> None:
     code = (
         "import time\n"
-        "from tepo_megatron.launcher.service_process import SERVICE, ServiceProcess\n"
+        "from tepo_megatron.command.service_process import SERVICE, ServiceProcess\n"
         "process = ServiceProcess(SERVICE, {})\n"
         "print(process.connect()[1], flush=True); time.sleep(60)\n"
     )
@@ -219,7 +219,7 @@ def test_answers_that_nobody_waits_for_yet_are_kept() -> None:
     ours, theirs = Pipe()
 
     def answer() -> None:
-        from tepo_megatron.controller.messages import Answer
+        from tepo_megatron.service.messages import Answer
 
         first, second = theirs.recv(), theirs.recv()
         theirs.send(Answer(second.number, None, None))
@@ -250,7 +250,7 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
                 raise DataError("no held-out problems")
 
     def answer() -> None:
-        from tepo_megatron.controller import service
+        from tepo_megatron.service import service
 
         ours.close()
         with pytest.MonkeyPatch.context() as patch:

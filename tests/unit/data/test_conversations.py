@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.config import SftConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.sft.conversations import LoadedConversations, load_conversations
-from tepo_megatron.sft.settings import supervised
+from tepo_megatron.trainer.sft.conversations import LoadedConversations, load_conversations
+from tepo_megatron.trainer.sft.settings import supervised
 from tests.datasets import character_tokenizer, text, write
 
 # `#` begins a turn and `|` ends it; the space after it is nobody's

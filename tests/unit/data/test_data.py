@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import CheckpointError, DataError
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data import LoadedPrompts, load_prompts, load_tokenizer
-from tepo_megatron.errors import CheckpointError, DataError
 from tests.datasets import character_tokenizer, write
 
 

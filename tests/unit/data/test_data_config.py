@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.config import DataConfig, DataSet, RewardConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.data import Data, PromptStream, load_data
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.observability.run_dir import prepare
+from tepo_megatron.monitor.run_dir import prepare
 from tests.datasets import write
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.data import readers
 from tepo_megatron.data.arrow import parquet
 from tepo_megatron.data.readers import JsonLines
-from tepo_megatron.errors import DataError
 from tests.datasets import load, write
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.data.schemas import gold, same_gold
-from tepo_megatron.errors import ConfigError, DataError
 from tests.datasets import load, text, write
 
 CHAT = [{"role": "user", "content": "1+1?"}]

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import Prompt
 from tepo_megatron.data import PromptStream
-from tepo_megatron.errors import DataError
-from tepo_megatron.types import Prompt
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import DataConfig, SftConfig
 from tepo_megatron.data.chat import Encoder
-from tepo_megatron.errors import DataError
-from tepo_megatron.sft.conversations import load_conversations
+from tepo_megatron.trainer.sft.conversations import load_conversations
 from tests.datasets import write
 
 NAMES = ("<s>", "</s>", "<|im_start|>")

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron import cli
+from tepo_megatron.base.errors import CheckpointError, ConfigError, DataError
+from tepo_megatron.base.seeding import derive_seed
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.command import parsers
 from tepo_megatron.config import Config
 from tepo_megatron.data import load_tokenizer
-from tepo_megatron.errors import CheckpointError, ConfigError, DataError
+from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.command import EvaluationRequest, hf_model, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_service import ScriptedEngine
 from tests.report_runs import write_run
 from tests.tiny import change_tensors, tiny_qwen3
@@ -293,7 +293,7 @@ def test_a_model_is_found_in_a_folder_a_run_or_a_checkpoint(model: Path, tmp_pat
 
 def converted_and_evaluated(rank: int, model: Path, engines: Engines, tmp_path: Path) -> None:
     """Evaluate in a world of its own, since the conversion joins one."""
-    from tepo_megatron.convert.importing import import_hf
+    from tepo_megatron.checkpoint.convert.importing import import_hf
 
     run_folder = tmp_path / "run"
     for step in (1, 2):
@@ -318,9 +318,9 @@ def test_the_command_refuses_in_one_line(model: Path, tmp_path: Path, capsys: py
         (["evaluate", str(tmp_path / "x"), "--out", str(tmp_path / "o")], "no such directory; give a Hugging Face model"),
         (["compare", str(tmp_path), str(tmp_path), "--seed", "1"], "tepo compare takes no --seed"),
     ):
-        assert cli.main(words) == 1
+        assert parsers.main(words) == 1
         assert phrase in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main(["evaluate", "--out", "x", str(model)])
+        parsers.main(["evaluate", "--out", "x", str(model)])
     assert "the checkpoint comes first" in capsys.readouterr().err
     assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 1

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from tepo_megatron.actor.accumulator import UpdateResult
+from tepo_megatron.base.errors import RolloutError, SyncError
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.controller.gate import check_mismatch
-from tepo_megatron.controller.step_log import StepLog
-from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
 from tepo_megatron.evaluation.held_out import Accuracy, accuracy, evaluate
-from tepo_megatron.observability.metrics import Metrics, counts
-from tepo_megatron.observability.timing import Clock
+from tepo_megatron.monitor.metrics import Metrics, counts
+from tepo_megatron.monitor.timing import Clock
 from tepo_megatron.rollout.containment import lost_sample
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.trainer.gate import check_mismatch
+from tepo_megatron.trainer.step_log import StepLog
 from tests.scripted_groups import ScriptedGroups
 
 

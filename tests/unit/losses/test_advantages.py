@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.losses.advantages import group_advantages, split_groups
 from tepo_megatron.rollout.collector import informative
-from tepo_megatron.types import Rollout
 
 
 def rollouts(*groups: tuple[int, list[float]]) -> list[Rollout]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tepo_megatron.audit.reference import Formula
+from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.__main__ import main
 from tests.conformance.adapters import own
 from tests.conformance.cases import CASES

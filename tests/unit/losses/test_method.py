@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.command.preflight import preflight
 from tepo_megatron.config.io import validate
-from tepo_megatron.controller.method import Method, resolve
-from tepo_megatron.controller.opening import method_lines
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.service.method import Method, resolve
+from tepo_megatron.service.opening import method_lines
 
 DAPO = {"name": "dapo"}  # it samples dynamically and shapes the reward of long responses
 

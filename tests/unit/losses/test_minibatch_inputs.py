@@ -3,8 +3,8 @@
 import torch
 
 from tepo_megatron.actor import minibatch
+from tepo_megatron.base.types import Rollout, TokenStats, TrainBatch
 from tepo_megatron.losses.ratio import sequence_ratio
-from tepo_megatron.types import Rollout, TokenStats, TrainBatch
 
 MASKS = ("0001111", "001101")  # the second response was written in two turns
 OLD, ROLLOUT, CURRENT = ([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0], 0.25, 0.5)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.config.objective import ClipCov, GeometricMask, KlCov, ReferenceKl, Steer
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import build_objective
 from tests.objective_cases import compare, draw, expected, method_of
 from tests.reference.methods import CORRECTION_BOUNDS

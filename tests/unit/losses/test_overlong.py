@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.losses.advantages import group_advantages, without_truncated
 from tepo_megatron.rewards.overlong import OverlongShaping
-from tepo_megatron.types import Rollout, TrainBatch
 
 
 def graded(response_tokens: int, score: float) -> Rollout:

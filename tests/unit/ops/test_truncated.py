@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tepo_megatron.base.types import NO_TOKEN, SamplingMask, Truncation
 from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.vocab_parallel import token_stats
-from tepo_megatron.types import NO_TOKEN, SamplingMask, Truncation
 from tests.token_statistics import fp32_bound
 from tests.truncated import kept, reference, rows
 

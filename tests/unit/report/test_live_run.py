@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.report import Curves
-from tepo_megatron.report.curves import BUCKETS
+from tepo_megatron.base.run_lock import LOCK_FILE, RunLock
+from tepo_megatron.report.curves import BUCKETS, Curves
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.live.run import LiveRun, compared
-from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
 from tests.report_runs import measured, records, write_run
 
 

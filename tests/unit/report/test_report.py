@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.errors import DataError
-from tepo_megatron.report import read_run, write_report
+from tepo_megatron.base.errors import DataError
 from tepo_megatron.report.chart import Chart
 from tepo_megatron.report.live.run import LiveRun
 from tepo_megatron.report.panels import learning, sections
+from tepo_megatron.report.run import read_run
+from tepo_megatron.report.write import write_report
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 

@@ -12,11 +12,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tepo_megatron import cli
-from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.report import panels, read_run, write_comparison, write_page, write_report
+from tepo_megatron.base.errors import ConfigError, DataError
+from tepo_megatron.command import parsers
+from tepo_megatron.report import panels
 from tepo_megatron.report.comparison import compare, names
 from tepo_megatron.report.held_out import read_held_out
+from tepo_megatron.report.run import read_run
+from tepo_megatron.report.write import write_comparison, write_page, write_report
 from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run
 
 HOSTILE = """</pre></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">{{7*7}}&lt;'\\"""
@@ -162,7 +164,7 @@ def two_runs(folder: Path) -> list[Path]:
 @pytest.mark.full
 def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = two_runs(tmp_path)
-    assert cli.main(["report", *map(str, runs)]) == 0
+    assert parsers.main(["report", *map(str, runs)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "comparison.html")
     assert not (runs[0] / "report.html").exists()
     page, records = Page((tmp_path / "comparison.html").read_text()), [read_run(run) for run in runs]
@@ -203,5 +205,5 @@ def test_no_record_at_all_is_an_error_and_the_older_page_stays(tmp_path: Path) -
 
 
 def test_the_page_of_one_run_lies_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "runs/a", "--out", "x.html"]) == 1
+    assert parsers.main(["report", "runs/a", "--out", "x.html"]) == 1
     assert "--out x.html: the page of one run is written into its folder" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tepo_megatron.report import RunRecord, read_run
+from tepo_megatron.report.run import RunRecord, read_run
 from tepo_megatron.report.samples import read_samples
 from tepo_megatron.report.words import TextSpan, of_text, of_tokens
 from tepo_megatron.rollout import record

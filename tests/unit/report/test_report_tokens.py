@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.audit.comparison import audit_step
 from tepo_megatron.losses import OBJECTIVES
-from tepo_megatron.report import write_report
+from tepo_megatron.report.audit.comparison import audit_step
 from tepo_megatron.report.tokens import TOKENS
+from tepo_megatron.report.write import write_report
 from tests.audit_runs import write_audit
 from tests.objective_cases import draw
 from tests.report_runs import measured, write_run

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.data.schemas import gold
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.grading.programs import find_program, read_tests, same_output
-from tepo_megatron.rewards import build_reward, check_reward
+from tepo_megatron.rewards.build import build_reward, check_reward
 from tepo_megatron.rewards.gold_check import unreadable_golds
+from tepo_megatron.rewards.grading.programs import find_program, read_tests, same_output
 from tepo_megatron.rewards.terms import WeightedReward
-from tepo_megatron.types import Rollout
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap (Debian: apt-get install bubblewrap)")
 ADD = "def add(a, b):\n    return a + b\n"

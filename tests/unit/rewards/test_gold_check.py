@@ -3,8 +3,8 @@
 import random
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.grading.equality import load_grader
 from tepo_megatron.rewards.gold_check import unreadable_golds
+from tepo_megatron.rewards.grading.equality import load_grader
 
 CFG = RewardConfig(workers=2, timeout_seconds=60.0)  # verdicts must not depend on who else is at work
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.errors import RewardError
-from tepo_megatron.grading.worker import grade_in_time
+from tepo_megatron.base import progress
+from tepo_megatron.base.errors import RewardError
 from tepo_megatron.rewards import process
+from tepo_megatron.rewards.grading.worker import grade_in_time
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.process import WorkerOutcome
-from tepo_megatron.utils import progress
 
 GOOD = """
 import json, os, sys, time

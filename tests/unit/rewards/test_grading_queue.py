@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import RewardError
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.data.tokenizer import decoder_file, text_functions
-from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards import build_reward
-from tepo_megatron.types import Rollout
+from tepo_megatron.rewards.build import build_reward
 from tests.graded import decode, rollout
 from tests.unit.rewards.test_remote_reward import Handler, url  # noqa: F401
 

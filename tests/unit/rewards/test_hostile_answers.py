@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tepo_megatron.types import STATUSES
+from tepo_megatron.base.types import STATUSES
 from tests.graded import math_reward, rollout, statuses, worker_pids
 from tests.hostile_answers import hostile_answers
 

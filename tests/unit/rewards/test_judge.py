@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tepo_megatron.base.errors import RewardError
+from tepo_megatron.base.loop import LoopThread
+from tepo_megatron.base.types import STATUSES, Rollout
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
-from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards import build_reward, check_reward, remote
+from tepo_megatron.rewards import remote
+from tepo_megatron.rewards.build import build_reward, check_reward
 from tepo_megatron.rewards.judge import LEAST_JUDGED, RETRY_TEMPERATURE
-from tepo_megatron.types import STATUSES, Rollout
-from tepo_megatron.utils.loop import LoopThread
 from tests.graded import decode, rollout
 
 Script = Callable[[dict[str, Any]], Any]

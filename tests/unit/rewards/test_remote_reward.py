@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError, RewardError
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate_as
-from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.rewards import build_reward, check_reward, remote
-from tepo_megatron.types import Rollout
+from tepo_megatron.rewards import remote
+from tepo_megatron.rewards.build import build_reward, check_reward
 from tests.graded import decode, rollout
 
 

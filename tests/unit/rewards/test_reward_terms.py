@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.base.errors import ConfigError, RewardError
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate, validate_as
-from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.grading.answers import last_answer
-from tepo_megatron.rewards import build_reward, check_reward, gold_fault
+from tepo_megatron.rewards.build import build_reward, check_reward
+from tepo_megatron.rewards.grading.answers import gold_fault, last_answer
 from tepo_megatron.rewards.local import LengthTerm
 from tepo_megatron.rewards.terms import Response
-from tepo_megatron.types import Rollout
 from tests.graded import decode, rollout
 
 FUNCTIONS = """

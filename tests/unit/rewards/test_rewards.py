@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.grading.answers import last_boxed
-from tepo_megatron.rewards import build_reward, process
+from tepo_megatron.rewards import process
+from tepo_megatron.rewards.build import build_reward
+from tepo_megatron.rewards.grading.answers import last_boxed
 from tepo_megatron.rewards.terms import WeightedReward
 from tests.graded import decode, math_reward, rollout, statuses, worker_pids
 from tests.waiting import lives, until

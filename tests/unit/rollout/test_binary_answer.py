@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.engine_api import StaleWeights
-from tepo_megatron.inference.partial import ABORTED, GenerationRequest
-from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams
-from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.receiver.binary_answer import (
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.exchange import HttpAnswer
+from tepo_megatron.base.types import Prompt, Rollout, Routing, SamplingParams
+from tepo_megatron.engines.engine import INITIAL_VERSION
+from tepo_megatron.engines.engine_api import StaleWeights
+from tepo_megatron.engines.partial import ABORTED, GenerationRequest
+from tepo_megatron.engines.vllm import VllmApi
+from tepo_megatron.wire.receiver.binary_answer import (
     CONTENT_TYPE,
     WITH_EXPERTS,
     BinaryAnswers,

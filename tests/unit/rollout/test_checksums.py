@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.servers.updates import ChecksumChecks
+from tepo_megatron.base.errors import SyncError
+from tepo_megatron.engines.servers.updates import ChecksumChecks
 from tests.unit.rollout.test_fleet import behave, fleet
 
 NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"

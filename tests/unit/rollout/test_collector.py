@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tepo_megatron.base.errors import SyncError
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream
-from tepo_megatron.errors import SyncError
-from tepo_megatron.observability.timing import Clock
+from tepo_megatron.monitor.timing import Clock
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.trainer.step_log import StepLog
 from tests.scripted_groups import ScriptedGroups
 
 

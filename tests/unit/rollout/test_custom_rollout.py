@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from examples.arithmetic.task import build_tokenizer
+from tepo_megatron.base.errors import ConfigError, RolloutError
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tepo_megatron.config import LimitsConfig
-from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import GroupStream
-from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.engines.engine import GroupStream
+from tepo_megatron.engines.samples import checked_rollout
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.unit.rollout.test_fleet import behave, fleet, mid_sampling, process
 from tests.zigzag import shard_zigzag_packed
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.weight_sync.receiver import sglang_answers, vllm_answers
-from tepo_megatron.weight_sync.receiver.binary_answer import ids_crc
+from tepo_megatron.wire.receiver import sglang_answers, vllm_answers
+from tepo_megatron.wire.receiver.binary_answer import ids_crc
 
 
 def vllm_output(versions: list[str], chosen: int = 1) -> Any:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import Qwen3_5Config
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.command.preflight import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.engines import first_server_device, launch_of
-from tepo_megatron.inference.model_checks import check_linear_attention
-from tepo_megatron.inference.servers.environment import devices
-from tepo_megatron.launcher.preflight import preflight
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.engines import first_server_device, launch_of
+from tepo_megatron.engines.model_checks import check_linear_attention
+from tepo_megatron.engines.servers.environment import devices
 from tests.tiny import hybrid_config, tiny_model, tiny_qwen3
 
 

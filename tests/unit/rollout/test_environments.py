@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import DataConfig, LimitsConfig
 from tepo_megatron.data import text_functions
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.unit.rollout.test_gateway import CHATML, Scripted, tokenizer
 
 ENVIRONMENT = """

@@ -14,20 +14,20 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.actor.pipeline import on_device
+from tepo_megatron.base.errors import ConfigError, RolloutError
+from tepo_megatron.base.exchange import HttpAnswer
+from tepo_megatron.base.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
-from tepo_megatron.inference.model_checks import replayed_routing
-from tepo_megatron.inference.partial import ABORTED, GenerationRequest, continuation, merge
-from tepo_megatron.inference.samples import checked_rollout
-from tepo_megatron.inference.sglang import SglangApi, generate_request
-from tepo_megatron.inference.vllm import VllmApi
+from tepo_megatron.engines.engine_api import EngineApi, LaunchSpec
+from tepo_megatron.engines.model_checks import replayed_routing
+from tepo_megatron.engines.partial import ABORTED, GenerationRequest, continuation, merge
+from tepo_megatron.engines.samples import checked_rollout
+from tepo_megatron.engines.sglang import SglangApi, generate_request
+from tepo_megatron.engines.vllm import VllmApi
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
-from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
-from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
+from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 ROUTING = Routing(num_layers=3, sparse_layers=(0, 2), per_token=2, number=300)

@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
+from tepo_megatron.base.errors import RolloutError, SyncError
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.servers import routing, slot
-from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.servers import routing, slot
+from tepo_megatron.engines.servers.endpoint import Endpoint
+from tepo_megatron.engines.servers.fleet import Fleet
+from tepo_megatron.engines.servers.local import LocalServer
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
 from tests.waiting import until

@@ -16,20 +16,20 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.loop import LoopThread
+from tepo_megatron.base.open_files import SPARE_FILES
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.data import text_functions
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.engines.samples import checked_rollout
 from tepo_megatron.losses.advantages import group_advantages
-from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.monitor.metrics import Metrics
 from tepo_megatron.rollout import custom as rollout_custom
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT, CustomRollouts, load_function
 from tepo_megatron.rollout.gateway import Gateway
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.loop import LoopThread
-from tepo_megatron.utils.open_files import SPARE_FILES
 
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (

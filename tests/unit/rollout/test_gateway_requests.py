@@ -8,10 +8,10 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.data import text_functions
 from tepo_megatron.rollout.chat import ChatFormat, digests
 from tepo_megatron.rollout.chat_request import ChatRequest, RefusedRequest, read_request
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.unit.rollout.test_gateway import CHATML, Scripted, run, tokenizer
 
 SAMPLING = SamplingParams(1, 0.7, 400, (2,), top_p=0.9)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.engines.servers.fleet import Fleet
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, ids, process
 

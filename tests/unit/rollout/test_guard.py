@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tepo_megatron.utils import scratch
+from tepo_megatron.base import scratch
 from tests.waiting import until
 
 # A server that, like vLLM with open requests, ignores SIGTERM, and an engine process that notices nothing by itself, unless it
@@ -30,7 +30,7 @@ if kind != "engine":
                               env=os.environ | ({} if kind == "lifeline" else {"TEPO_SERVER_GUARD": ""}))
 else:
     if os.environ["TEPO_SERVER_GUARD"]:
-        from tepo_megatron.weight_sync.receiver import lifeline
+        from tepo_megatron.wire.receiver import lifeline
         lifeline.hold()
     segment = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(segment._name, "shared_memory")  # as if that process had been killed, too
@@ -42,9 +42,9 @@ time.sleep(300) if kind == "engine" else sys.exit(engine.wait())
 OWNER = """
 import json, os, sys, time
 from pathlib import Path
-from tepo_megatron.inference.servers.process import ServerProcess
-from tepo_megatron.utils.scratch import PrivateFolder
-from tepo_megatron.inference.servers import guard, process
+from tepo_megatron.engines.servers.process import ServerProcess
+from tepo_megatron.base.scratch import PrivateFolder
+from tepo_megatron.engines.servers import guard, process
 process.GRACE_SECONDS = 0.2
 code, out, *kinds = sys.argv[1:]
 servers = []
@@ -145,7 +145,7 @@ sys.stdin.readline()
 LOOKING = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tepo_megatron.inference.servers import guard
+from tepo_megatron.engines.servers import guard
 segments = guard.SharedMemorySegments(Path(sys.argv[1]))
 server = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 deadline = time.monotonic() + guard.SETTLE_SECONDS + 0.5

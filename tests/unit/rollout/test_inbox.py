@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, GroupSpec, UnchangedTensors
-from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry, crc32
-from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
+from tepo_megatron.dist.rendezvous_store import open_store
+from tepo_megatron.wire.broadcast_group import SENDER, BroadcastGroup, GroupSpec, UnchangedTensors
+from tepo_megatron.wire.bucket_format import Bucket, TensorEntry, crc32
+from tepo_megatron.wire.receiver.receiver import RankReceiver
 
 CPU = torch.device("cpu")
 MODEL = {

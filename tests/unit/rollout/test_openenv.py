@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.config.io import load_config
 from tepo_megatron.data import text_functions
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.openenv import FRAMES, FULL, RecordedServer, real_server, recorded
 from tests.unit.rollout.test_environments import pieces
 from tests.unit.rollout.test_gateway import CHATML, Scripted, tokenizer

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepo_megatron.errors import DataError
-from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import Rollout, SamplingMask
+from tepo_megatron.monitor.metrics import Metrics
 from tepo_megatron.rollout import record
-from tepo_megatron.types import Rollout, SamplingMask
 
 
 def rollouts() -> list[Rollout]:

@@ -22,17 +22,17 @@ import psutil
 import pytest
 import yaml
 
+from tepo_megatron.base.errors import ConfigError, RolloutError
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference import engines
-from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.servers import slot
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
-from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
+from tepo_megatron.engines import engines
+from tepo_megatron.engines.engine import INITIAL_VERSION, UNKNOWN_VERSION
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.servers import slot
+from tepo_megatron.engines.servers.fleet import Fleet
+from tepo_megatron.engines.servers.local import LocalServer
+from tepo_megatron.engines.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
+from tepo_megatron.engines.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
 from tests.unit.rollout.test_sleep import released
@@ -137,7 +137,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from tepo_megatron.inference import engines
+from tepo_megatron.engines import engines
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_remote import trainer
 
@@ -158,7 +158,7 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
 def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
-                and port in line[-2:] and "tepo_megatron.inference.servers.guard" not in line)  # fmt: skip
+                and port in line[-2:] and "tepo_megatron.engines.servers.guard" not in line)  # fmt: skip
 
 
 @pytest.mark.full
@@ -321,7 +321,7 @@ def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.Mo
 
 
 def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE, RequireKey
+    from tepo_megatron.wire.receiver.vllm_auth import API_KEY_VARIABLE, RequireKey
 
     for key in (None, ""):
         monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
@@ -330,7 +330,7 @@ def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(RuntimeError, match="without a key"):
             RequireKey(None)  # type: ignore[arg-type]
         env = dict(os.environ) | ({} if key is None else {"TEPO_SGLANG_KEY": key})
-        command = [sys.executable, "-P", "-m", "tepo_megatron.weight_sync.receiver.sglang_server", "--host", "0.0.0.0"]
+        command = [sys.executable, "-P", "-m", "tepo_megatron.wire.receiver.sglang_server", "--host", "0.0.0.0"]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         assert ended.returncode == 1 and "without a key" in ended.stderr
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config
-from tepo_megatron.errors import DataError
-from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.observability.timing import Clock
+from tepo_megatron.monitor.metrics import Metrics
+from tepo_megatron.monitor.timing import Clock
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.record import Replay
-from tepo_megatron.types import Rollout
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
 
@@ -28,7 +28,7 @@ def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run that was killed and resumed while it recorded: its recordings are those of one course."""
     folder = tmp_path_factory.mktemp("recorded")
     cfg = w.run_config(model, folder, rollout={"record": True}, checkpoint={"every": 2, "asynchronous": False})
-    w.lineage(cfg, folder / "journal", Kill("tepo_megatron.observability.sinks:RunLog.write", step=3))
+    w.lineage(cfg, folder / "journal", Kill("tepo_megatron.monitor.sinks:RunLog.write", step=3))
     return cfg
 
 

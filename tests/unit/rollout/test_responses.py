@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from openai.types.responses import response_create_params as params
 
+from tepo_megatron.base.types import SamplingParams
 from tepo_megatron.rollout.chat_request import RefusedRequest
 from tepo_megatron.rollout.responses import read_request
-from tepo_megatron.types import SamplingParams
 from tests.unit.rollout.test_environments import pieces
 from tests.unit.rollout.test_gateway import CALL, run
 

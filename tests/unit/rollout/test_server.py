@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.servers import process as server_module
-from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hold_port
-from tepo_megatron.utils import progress
+from tepo_megatron.base import progress
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.engines.servers import process as server_module
+from tepo_megatron.engines.servers.process import LOOPBACK, ServerProcess, hold_port
 from tests.hurting import NOTHING, memory_group
 
 # Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.

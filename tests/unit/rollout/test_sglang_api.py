@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.exchange import HttpAnswer
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.engine_api import LaunchSpec, StaleWeights
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.samples import prompt_seed
-from tepo_megatron.inference.sglang import SglangApi, generate_request
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.receiver.sglang_server import hide
+from tepo_megatron.engines.engine import INITIAL_VERSION
+from tepo_megatron.engines.engine_api import LaunchSpec, StaleWeights
+from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.samples import prompt_seed
+from tepo_megatron.engines.sglang import SglangApi, generate_request
+from tepo_megatron.wire.receiver.sglang_server import hide
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.vllm import VllmApi
+from tepo_megatron.engines.engine_api import LaunchSpec
+from tepo_megatron.engines.servers.fleet import Fleet
+from tepo_megatron.engines.vllm import VllmApi
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, fleet, ids, process
 from tests.waiting import until

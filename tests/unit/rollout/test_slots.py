@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import RolloutConfig, UrlServerConfig
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.pool import ServerPool
-from tepo_megatron.inference.servers.remote import NamedServer
-from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
-from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.servers.endpoint import Endpoint
+from tepo_megatron.engines.servers.fleet import Fleet
+from tepo_megatron.engines.servers.pool import ServerPool
+from tepo_megatron.engines.servers.remote import NamedServer
+from tepo_megatron.engines.servers.server_key import KEY_VARIABLE
+from tepo_megatron.engines.vllm import VllmApi
 from tests.counting_servers import CountingServer, serving
 
 SECONDS = 60.0

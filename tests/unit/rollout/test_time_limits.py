@@ -5,14 +5,14 @@ import socket
 
 import pytest
 
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.client import Client, RequestFailed
-from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.server import ServerAddress
-from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.servers.client import Client, RequestFailed
+from tepo_megatron.engines.servers.endpoint import Endpoint
+from tepo_megatron.engines.servers.server import ServerAddress
+from tepo_megatron.engines.vllm import VllmApi
 
 KEY = "secret-key"
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from tepo_megatron.actor.masks import truncation_of
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.exchange import HttpAnswer
+from tepo_megatron.base.types import Prompt, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.model_checks import check_truncation
-from tepo_megatron.inference.partial import ABORTED, GenerationRequest, merge
-from tepo_megatron.inference.samples import checked_rollout
-from tepo_megatron.inference.sglang import SglangApi
-from tepo_megatron.inference.vllm import VllmApi
+from tepo_megatron.engines.model_checks import check_truncation
+from tepo_megatron.engines.partial import ABORTED, GenerationRequest, merge
+from tepo_megatron.engines.samples import checked_rollout
+from tepo_megatron.engines.sglang import SglangApi
+from tepo_megatron.engines.vllm import VllmApi
 from tepo_megatron.losses.advantages import without_truncated
-from tepo_megatron.types import Prompt, SamplingMask, SamplingParams, Truncation
-from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, decode, encode, ids_crc
+from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE, Sample, decode, encode, ids_crc
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=1, max_tokens=4, top_k=50, top_p=0.9)

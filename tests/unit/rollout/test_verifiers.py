@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.config.io import load_config
 from tepo_megatron.data import text_functions
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.openenv import ROOT, application, serving
 from tests.unit.rollout.test_environments import pieces
 from tests.unit.rollout.test_gateway import CHATML, Scripted, tokenizer

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.base.errors import RolloutError
+from tepo_megatron.base.exchange import HttpAnswer
+from tepo_megatron.base.memory_kills import usable_cores
+from tepo_megatron.base.processes import LAUNCHER, RANK_THREADS
+from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine_api import LaunchSpec, StaleWeights, served_label
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.samples import LARGEST_SEED, prompt_seed
-from tepo_megatron.inference.vllm import VllmApi, completion_request
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.utils.memory_kills import usable_cores
-from tepo_megatron.utils.processes import LAUNCHER, RANK_THREADS
+from tepo_megatron.engines.engine_api import LaunchSpec, StaleWeights, served_label
+from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.samples import LARGEST_SEED, prompt_seed
+from tepo_megatron.engines.vllm import VllmApi, completion_request
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))

@@ -165,9 +165,9 @@ def chunks_of(layout: dict[str, int], model: Path) -> tuple[Any, list[Any], Any,
     """The mesh, this rank's empty model chunks, and what the config says."""
     from tepo_megatron.actor import build
     from tepo_megatron.config import ModelConfig, ParallelConfig
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-    from tepo_megatron.weights.families import find_family, read_config
+    from tepo_megatron.dist import parallel
+    from tepo_megatron.dist.platform import activate
+    from tepo_megatron.models.families import find_family, read_config
 
     cfg = ParallelConfig(**layout)
     groups = parallel.initialize(cfg, activate("cpu"), 0)
@@ -187,8 +187,8 @@ def load_both_ways(rank: int, layout: dict[str, int], hf: Path, megatron: Path) 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from tepo_megatron.weights.gather import bind, load_hf
-    from tepo_megatron.weights.hf_io import HfReader
+    from tepo_megatron.models.gather import bind, load_hf
+    from tepo_megatron.models.hf_io import HfReader
 
     groups, chunks, family, arch = chunks_of(layout, hf)
     bindings = bind(chunks, family, arch)
@@ -223,8 +223,8 @@ def test_megatron_core_loads_it_on_every_layout(tmp_path: Path, name: str, tied:
 def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, metadata: dict[str, Any] | None) -> None:
     from megatron.core import dist_checkpointing
 
-    from tepo_megatron.weights.gather import bind, load_hf
-    from tepo_megatron.weights.hf_io import HfReader
+    from tepo_megatron.models.gather import bind, load_hf
+    from tepo_megatron.models.hf_io import HfReader
 
     groups, chunks, family, arch = chunks_of(layout, hf)
     load_hf(bind(chunks, family, arch), HfReader(hf), family, arch, groups.tp)
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_optimizer(tmp_path: Path)
 
 def test_fp8_export_has_the_layout_that_engines_load(tmp_path: Path) -> None:
     """The layout that engines load: e4m3 weights, their fp32 scales, the rest as it was, and the fields of config.json."""
-    from tepo_megatron.weights import fp8
+    from tepo_megatron.models import fp8
 
     hf = tmp_path / "hf"
     tiny_qwen3(hf, tied=False, vocab_size=VOCAB)
@@ -356,7 +356,7 @@ def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
 
 def test_the_command_finds_its_folders_before_megatron_is_imported() -> None:
     """The platform redirects Megatron at its first import; a world that is forked here has activated it already."""
-    code = "import sys, tepo_megatron.convert.places; assert not any(name.startswith('megatron') for name in sys.modules)"
+    code = "import sys, tepo_megatron.checkpoint.convert.places; assert not any(n.startswith('megatron') for n in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600)
 
 

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tepo_megatron.actor.layout import check_layout
+from tepo_megatron.base.errors import ConfigError, ConversionError
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.errors import ConfigError, ConversionError
-from tepo_megatron.weights.families import check_tokenizer, find_family
-from tepo_megatron.weights.gather import bind
-from tepo_megatron.weights.ops import Architecture, FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
+from tepo_megatron.models.families import check_tokenizer, find_family
+from tepo_megatron.models.gather import bind
+from tepo_megatron.models.ops import Architecture, FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
 
 _COMMON = {
     "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02,

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.errors import ConversionError
-from tepo_megatron.weights import fp8
+from tepo_megatron.base.errors import ConversionError
+from tepo_megatron.models import fp8
 from tests.dequantized import dequantize
 
 # fp32 rounds the quotient and the product, each by 2^-24 of itself

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.errors import ConversionError
-from tepo_megatron.weights.hf_io import HfReader, write_shards
+from tepo_megatron.base.errors import ConversionError
+from tepo_megatron.models.hf_io import HfReader, write_shards
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tepo_megatron.controller.learning import BatchUpdates
-from tepo_megatron.observability.timing import Clock
-from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.utils.gpus import GPUS
-from tepo_megatron.weights.families import find_family, read_config
-from tepo_megatron.weights.operations import forward_operations
+from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.types import Rollout, TrainBatch
+from tepo_megatron.models.families import find_family, read_config
+from tepo_megatron.models.operations import forward_operations
+from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.trainer.learning import BatchUpdates
 from tests.tiny import tiny_qwen3
 
 
@@ -37,7 +37,7 @@ def test_operations_are_those_that_torch_counts_and_mfu_is_their_share_of_the_pe
     class FourRanks:
         groups, arch = Groups, architecture
 
-    monkeypatch.setattr("tepo_megatron.controller.learning.device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("tepo_megatron.trainer.learning.device_name", lambda device: "NVIDIA H100 80GB HBM3")
     clock = Clock()
     clock.seconds |= {"old_stats": 1.0, "reference": 0.5, "update": 2.5, "rollout": 9.0}
     everything = torch.arange(length)
@@ -49,5 +49,5 @@ def test_operations_are_those_that_torch_counts_and_mfu_is_their_share_of_the_pe
     operations = forward_operations(architecture, [(length, length - 1)])
     assert operations is not None
     assert updates.utilization() == pytest.approx(4 * operations / (4.0 * 4 * GPUS["H100"].peak[2]))
-    monkeypatch.setattr("tepo_megatron.controller.learning.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("tepo_megatron.trainer.learning.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert BatchUpdates(1, FourRanks, None, None, None, clock, None, False, None).utilization() is None  # type: ignore[arg-type]

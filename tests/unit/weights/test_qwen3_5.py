@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.errors import ConversionError
-from tepo_megatron.weights.families import find_family
+from tepo_megatron.base.errors import ConversionError
+from tepo_megatron.models.families import find_family
 from tests.unit.weights.test_families import QWEN3_5, read
 
 KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import ShmTransportConfig, SyncConfig
-from tepo_megatron.errors import ConfigError
-from tepo_megatron.weight_sync.bucket_format import crc32
-from tepo_megatron.weight_sync.buckets import split_into_buckets, whole_bytes
-from tepo_megatron.weight_sync.receiver.weight_files import tensors
-from tepo_megatron.weight_sync.stores import make_folder, write_file
-from tepo_megatron.weight_sync.sync import check_one_host
-from tepo_megatron.weights.ops import Replicated
+from tepo_megatron.models.ops import Replicated
+from tepo_megatron.sync.buckets import split_into_buckets, whole_bytes
+from tepo_megatron.sync.push import check_one_host
+from tepo_megatron.sync.stores import make_folder, write_file
+from tepo_megatron.wire.bucket_format import crc32
+from tepo_megatron.wire.receiver.weight_files import tensors
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.base.errors import SyncError
+from tepo_megatron.engines.engine import INITIAL_VERSION
+from tepo_megatron.engines.servers.fleet import Fleet
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, process
 from tests.waiting import until
