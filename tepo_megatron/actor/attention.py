@@ -101,8 +101,8 @@ class _SharedAttention(torch.autograd.Function):
             for call in _own_calls(layout)
         ]
         output_S, lse_S = (
-            torch.cat([part.transpose(1, 2).flatten(0, 1) for part in found]).index_select(0, layout.query_slot_S)
-            for found in zip(*parts, strict=True)
+            torch.cat([part.transpose(1, 2).flatten(0, 1) for part in outputs]).index_select(0, layout.query_slot_S)
+            for outputs in zip(*parts, strict=True)
         )
         for call in _prompt_calls(layout):
             part = flash.forward(call.of_queries(query_S), call.of_keys(keys), call.of_keys(values), call.keys, scale)
@@ -126,9 +126,9 @@ class _SharedAttention(torch.autograd.Function):
         def add(call: _Call, q: Tensor, grad_q: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> None:
             """Add the gradients of one call. All tensor arguments have its query rows."""
             q, grad, output, lse = (call.of_queries(x) for x in (q, grad, output, lse))
-            found = flash.backward(grad, q, call.of_keys(keys), call.of_keys(values), output, lse, call.keys, scale)
+            gradients = flash.backward(grad, q, call.of_keys(keys), call.of_keys(values), output, lse, call.keys, scale)
             for total, part in zip(
-                (call.of_queries(grad_q), call.of_keys(grad_keys), call.of_keys(grad_values)), found, strict=True
+                (call.of_queries(grad_q), call.of_keys(grad_keys), call.of_keys(grad_values)), gradients, strict=True
             ):
                 total.add_(part)
 

@@ -162,12 +162,12 @@ class AttentionLayout:
 def shared_prompts(starts: Sequence[int], first_query: Sequence[int], first_key: Sequence[int]) -> tuple[SharedPrompt, ...]:
     """Return the shared prompts with local responses."""
     whole = [i for i, start in enumerate(starts) if not start]
-    found = []
+    prompts = []
     for prompt, end in itertools.pairwise([*whole, len(starts)]):
         at, queries = first_query[prompt + 1], first_query[end] - first_query[prompt + 1]
         if queries:
-            found.append(SharedPrompt(at, queries, first_key[prompt], starts[prompt + 1]))
-    return tuple(found)
+            prompts.append(SharedPrompt(at, queries, first_key[prompt], starts[prompt + 1]))
+    return tuple(prompts)
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:

@@ -56,11 +56,11 @@ class LinearChoice:
         return f"gated delta rule: {_NAMES[self.delta_rule]}; causal convolution: {_NAMES[self.convolution]}"
 
 
-def choose_linear(model: ModelConfig, device_type: str, found: frozenset[str]) -> LinearChoice:
+def choose_linear(model: ModelConfig, device_type: str, packages: frozenset[str]) -> LinearChoice:
     """Return the implementations of linear attention. The packages' kernels multiply in 16 bits, so fp32 models use PyTorch."""
     half = device_type == "cuda" and model.dtype == "bf16"
     return LinearChoice(
-        "fla" if half and "fla" in found else "torch", "causal_conv1d" if half and "causal_conv1d" in found else "torch"
+        "fla" if half and "fla" in packages else "torch", "causal_conv1d" if half and "causal_conv1d" in packages else "torch"
     )
 
 
@@ -75,7 +75,7 @@ def choose(
     model: ModelConfig,
     megatron: MegatronConfig,
     device_type: str,
-    found: frozenset[str],
+    packages: frozenset[str],
     *,
     cp: int = 1,
     offload_activations: bool = False,
@@ -88,32 +88,32 @@ def choose(
     """
     fused = megatron.fuses_gradient_accumulation("cuda" if device_type == "cuda" else "cpu", offload_activations)
     if device_type != "cuda":  # a CPU, or "meta", on which tools/convert.py builds models
-        return KernelChoice("torch", "torch", "host", _gradient_accumulation(fused, "cpu", found))
-    if (model.attention == "te" or model.fp8) and "transformer_engine" not in found:
+        return KernelChoice("torch", "torch", "host", _gradient_accumulation(fused, "cpu", packages))
+    if (model.attention == "te" or model.fp8) and "transformer_engine" not in packages:
         key, other = (f"model.precision={model.precision}", "bf16") if model.fp8 else ("model.attention=te", "auto")
         raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {other}")
-    has_te, has_apex = "transformer_engine" in found, "apex" in found
+    has_te, has_apex = "transformer_engine" in packages, "apex" in packages
     adam: Literal["te", "apex", "torch"] = "te" if has_te else "apex" if has_apex else "torch"
-    if adam == "apex" and "amp_C" not in found:
+    if adam == "apex" and "amp_C" not in packages:
         raise ConfigError(
             "Apex is installed without its CUDA extensions, and Megatron would take its FusedAdam, which needs them; build it "
             "with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 as the Dockerfile does, or remove it"
         )
     wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
     layers: Literal["te", "torch"] = "te" if has_te and wanted else "torch"
-    plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
-    return KernelChoice(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(fused, device_type, found))
+    plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= packages else "torch"
+    return KernelChoice(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(fused, device_type, packages))
 
 
-def _gradient_accumulation(fused: bool, device_type: str, found: frozenset[str]) -> Literal["apex", "torch", "separate"]:
+def _gradient_accumulation(fused: bool, device_type: str, packages: frozenset[str]) -> Literal["apex", "torch", "separate"]:
     if not fused:
         return "separate"
-    return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in found else "torch"
+    return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in packages else "torch"
 
 
-def check_transformer_engine(megatron: MegatronConfig, found: frozenset[str]) -> None:
+def check_transformer_engine(megatron: MegatronConfig, packages: frozenset[str]) -> None:
     """Raise ConfigError if the config needs Transformer Engine for the optimizer or for overlap, and it is not installed."""
-    if "transformer_engine" in found:
+    if "transformer_engine" in packages:
         return
     moments, share = megatron.known_optimizer.small_moments, megatron.offloaded_share
     for key, asked, instead in (

@@ -109,9 +109,9 @@ class MaskSource:
             masks = MaskCollector(batch.num_tokens, self._groups)
 
             def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-                found = self._stats(microbatch, output, recompute=self._truncation).recomputed
-                assert found is not None, "recomputed masks were asked for"
-                masks.add(microbatch, found)
+                recomputed = self._stats(microbatch, output, recompute=self._truncation).recomputed
+                assert recomputed is not None, "recomputed masks were asked for"
+                masks.add(microbatch, recomputed)
 
             self._forward(batch, visit)
             mask, measured = masks.gather()

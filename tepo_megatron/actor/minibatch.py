@@ -82,7 +82,7 @@ class MinibatchInputs:
 
 
 def _tokens_of_prompts(batch: TrainBatch) -> dict[int, int]:
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for rollout, tokens in zip(batch.rollouts, batch.response_lengths, strict=True):
-        found[rollout.prompt_id] = found.get(rollout.prompt_id, 0) + tokens
-    return found
+        lengths[rollout.prompt_id] = lengths.get(rollout.prompt_id, 0) + tokens
+    return lengths

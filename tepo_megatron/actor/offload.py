@@ -118,11 +118,11 @@ class Offloader:
         """Return the storages of a part, each once: those on the device that have memory. A storage that parameters and
         optimizer share belongs to the parameters.
         """
-        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         if part == "optimizer":
             for tensor in self._tensors("parameters"):
-                found.pop(tensor.untyped_storage()._cdata, None)
-        return [storage for storage in found.values() if storage.device.type == self._device.type and storage.nbytes()]
+                storages.pop(tensor.untyped_storage()._cdata, None)
+        return [storage for storage in storages.values() if storage.device.type == self._device.type and storage.nbytes()]
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         if part == "optimizer":

@@ -33,7 +33,7 @@ def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
         return {}
     cls = _megatron_class(section)
     fields, hints = {f.name: f for f in dataclasses.fields(cls) if f.init}, typing.get_type_hints(cls)
-    found = {}
+    passed = {}
     for name, value in values.items():
         key = f"megatron.{section}.{name}"
         if name not in fields:
@@ -42,10 +42,10 @@ def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
             raise ConfigError(f"{key}: the installed Megatron-Core has no such field; {hint}")
         if _describe(hints[name]) == "":
             raise ConfigError(f"{key}: it needs an object, which a config cannot hold; remove it")
-        found[name] = None if value is None and fields[name].default is None else _read(value, hints[name])
-        if found[name] is _UNREADABLE:
+        passed[name] = None if value is None and fields[name].default is None else _read(value, hints[name])
+        if passed[name] is _UNREADABLE:
             raise ConfigError(f"{key}={value!r}: it must be {_describe(hints[name])}")
-    return found
+    return passed
 
 
 def _megatron_class(section: str) -> type:
@@ -60,8 +60,8 @@ def _read(value: Any, hint: Any) -> Any:
     """Return a value of YAML as a value of this type; `_UNREADABLE` if it is not one."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        found = (_read(value, arm) for arm in args)
-        return next((read for read in found if read is not _UNREADABLE), _UNREADABLE)
+        readings = (_read(value, arm) for arm in args)
+        return next((read for read in readings if read is not _UNREADABLE), _UNREADABLE)
     if origin is Literal:
         return value if value in args else _UNREADABLE
     if origin in (list, tuple) and isinstance(value, list):

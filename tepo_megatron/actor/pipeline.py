@@ -118,9 +118,9 @@ class PipelineSchedule:
                 output = chunk(*inputs, packed_seq_params=packed_seq_params(microbatch))
             return output, partial(traced_output, number, microbatch)
 
-        def traced_output(number: int, microbatch: PackedMicrobatch, *given: Any, **how: Any) -> Any:
+        def traced_output(number: int, microbatch: PackedMicrobatch, *arguments: Any, **how: Any) -> Any:
             with pass_span("loss", microbatch=number):
-                return on_output(microbatch, *given, **how)
+                return on_output(microbatch, *arguments, **how)
 
         progress.microbatch = progress.backward = 0
         several = len(self._chunks) > 1

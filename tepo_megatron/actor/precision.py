@@ -153,12 +153,12 @@ def refusal(precision: Precision, hardware: Hardware) -> str | None:
         return f"it needs compute capability {_dotted(least)}, and this is {_dotted(at)}"
     if fp8.recipe == "blockwise" and at >= (10, 0):
         return "Transformer Engine emulates it there by MXFP8, which is another format: 32 values share a scale"
-    for name, there, wanted in (
+    for name, present, wanted in (
         ("Transformer Engine", hardware.transformer_engine, fp8.transformer_engine),
         ("CUDA", hardware.cuda, fp8.cuda),
     ):
-        if there is None or there < wanted:
-            return f"it needs {name} {_dotted(wanted)}, and {f'this is {_dotted(there)}' if there else 'there is none'}"
+        if present is None or present < wanted:
+            return f"it needs {name} {_dotted(wanted)}, and {f'this is {_dotted(present)}' if present else 'there is none'}"
     return None
 
 

@@ -237,17 +237,17 @@ async def _received(response: aiohttp.ClientResponse, most_bytes: int) -> HttpAn
 
 def _failure(error: BaseException, hint: str) -> ExchangeFailed:
     """Return the failure that `error` means, in the words of the operating system if it has any."""
-    said, cause = str(error) or type(error).__name__, cast(BaseException | None, error)
+    text, cause = str(error) or type(error).__name__, cast(BaseException | None, error)
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
-            said = os.strerror(cause.errno)
+            text = os.strerror(cause.errno)
             if cause.errno in (errno.EMFILE, errno.ENFILE):
                 return TooManyOpenFiles(
                     f"this process cannot open another connection, because it may have only {open_file_limit()} files open; "
                     "raise the limit (`ulimit -n`), or lower rollout.server.concurrency"
                 )
         cause = cause.__cause__ or cause.__context__
-    return ExchangeFailed(excerpt(said) + hint)
+    return ExchangeFailed(excerpt(text) + hint)
 
 
 def _count_values(body: bytes) -> int:

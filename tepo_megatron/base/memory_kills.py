@@ -157,6 +157,6 @@ def memory_group(process: Path) -> MemoryGroup | None:
 
 def _count(path: Path) -> int | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-        return int(found[1]) if found else None
+        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        return int(match[1]) if match else None
     return None

@@ -62,12 +62,12 @@ def read_stat(pid: int) -> ProcessStat | None:
 def process_tree(leader: int) -> list[ProcessStat]:
     """Return the live processes of the session that `leader` leads or led, and all their descendants, without `leader`."""
     processes = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name))) is not None]
-    found, parents = {leader}, {leader}
-    found |= {process.pid for process in processes if process.session == leader}
+    tree, parents = {leader}, {leader}
+    tree |= {process.pid for process in processes if process.session == leader}
     while parents:
-        parents = {process.pid for process in processes if process.parent in found and process.pid not in found}
-        found |= parents
-    return [process for process in processes if process.pid in found - {leader} and process.state not in "ZX"]
+        parents = {process.pid for process in processes if process.parent in tree and process.pid not in tree}
+        tree |= parents
+    return [process for process in processes if process.pid in tree - {leader} and process.state not in "ZX"]
 
 
 def has_ended(child: int) -> bool:
@@ -81,10 +81,10 @@ def has_ended(child: int) -> bool:
 def kill_process_tree(leader: int, seconds: float) -> bool:
     """Send SIGKILL to `process_tree(leader)` until none is left, because they may start others in the meantime."""
     deadline = time.monotonic() + seconds
-    while found := process_tree(leader):
+    while processes := process_tree(leader):
         if time.monotonic() > deadline:
             return False
-        for process in found:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)

@@ -171,11 +171,11 @@ class FolderIdentity:
 
 
 def _missing(folder: Path) -> list[Path]:
-    found = []
+    missing = []
     while not folder.exists():
-        found.append(folder)
+        missing.append(folder)
         folder = folder.parent
-    return found
+    return missing
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -105,10 +105,10 @@ def sweep(*roots: Path) -> list[Path]:
     removed = []
     for root in roots:
         try:
-            found = list(root.iterdir())
+            folders = list(root.iterdir())
         except OSError:
             continue
-        for folder in found:
+        for folder in folders:
             named, unnamed = _NAME.fullmatch(folder.name), folder.name.startswith(_UNNAMED)
             if not (named or unnamed) or not _is_mine(folder):
                 continue
@@ -166,8 +166,8 @@ def remove_segments(segments: Segments) -> None:
     for name, inode in segments.items():
         path = SHARED_MEMORY / Path(name).name
         with contextlib.suppress(OSError):
-            there = path.lstat()
-            if there.st_ino == inode and there.st_uid == os.geteuid() and stat.S_ISREG(there.st_mode):
+            status = path.lstat()
+            if status.st_ino == inode and status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
                 path.unlink()
 
 
@@ -178,10 +178,10 @@ def _remove(folder: Path) -> None:
 
 def _is_mine(folder: Path) -> bool:
     try:
-        there = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _open_locked(folder: Path) -> int:
@@ -217,11 +217,11 @@ def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFold
 def check_private(folder: Path) -> None:
     """Raise ConfigError unless `folder` is a folder of this user that nobody else can enter."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as e:
         raise ConfigError(f"{folder}: the private folder of this run is gone ({e.strerror})") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: expected a folder of user {os.geteuid()} with mode 0700, found mode "
-            f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}; what lies in it is not trusted"
+            f"{stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}; what lies in it is not trusted"
         )

@@ -45,8 +45,8 @@ def writing(path: Path) -> Iterator[None]:
 def disk_fault(error: BaseException, path: Path, written: bool = True) -> str | None:
     """Return the message for a disk error; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (found := _IN_TEXT.search(str(error))):
-        number = int(found[1])
+    if number is None and (match := _IN_TEXT.search(str(error))):
+        number = int(match[1])
     if number is None or number not in (_MEANINGS if written else _OF_WRITING):
         return None
     if isinstance(error, OSError) and isinstance(error.filename, str | os.PathLike):

@@ -57,12 +57,12 @@ def takes(function: Any, name: str) -> bool:
     return False
 
 
-def check_takes(found: UserFunction, key: str, arguments: int, what: str, *named: str) -> None:
+def check_takes(function: UserFunction, key: str, arguments: int, what: str, *named: str) -> None:
     """Raise ConfigError unless the function accepts this number of positional arguments, and those named."""
     try:
-        inspect.signature(found.value).bind(*(object() for _ in range(arguments)), **dict.fromkeys(named))
+        inspect.signature(function.value).bind(*(object() for _ in range(arguments)), **dict.fromkeys(named))
     except TypeError as e:
-        raise ConfigError(f"{key}: {found.name} must take {what} and nothing else ({e}); give the rest defaults") from None
+        raise ConfigError(f"{key}: {function.name} must take {what} and nothing else ({e}); give the rest defaults") from None
 
 
 def describe_error(error: BaseException, file: Path) -> str:

@@ -137,7 +137,7 @@ class Checkpoints:
         """
         return restoring.newest(self._folder, self._callers, self._held)
 
-    def load(self, found: FoundCheckpoint, actor: Actor) -> dict[str, Any]:
+    def load(self, checkpoint: FoundCheckpoint, actor: Actor) -> dict[str, Any]:
         """Restore the saved state of the actor, on any parallel layout, and return the saved run state.
 
         On the layout that saved it, the run continues bit for bit. On another layout the random generators are not restored,
@@ -145,10 +145,10 @@ class Checkpoints:
         CheckpointError on every rank when the checkpoint belongs to another model or precision, or cannot be read.
         """
         try:
-            restoring.restore(found, actor, self._groups, self._callers)
+            restoring.restore(checkpoint, actor, self._groups, self._callers)
         finally:
             self._held.close()
-        return found.run_state
+        return checkpoint.run_state
 
     def close(self) -> None:
         """Wait for the save in flight; no other save can follow. Raises CheckpointError, on every rank, when it failed."""

@@ -116,8 +116,8 @@ def check(folder: Path, sums: Mapping[str, FileChecksum], names: Iterable[str]) 
             size = path.stat().st_size
             if size != expected.size:
                 wrong.append(f"{path}: {size} bytes, not {expected.size}")
-            elif (found := read_sum(path)) != expected:
-                wrong.append(f"{path}: not as it was written (CRC-32 {found.crc32:08x}, not {expected.crc32:08x})")
+            elif (actual := read_sum(path)) != expected:
+                wrong.append(f"{path}: not as it was written (CRC-32 {actual.crc32:08x}, not {expected.crc32:08x})")
         except OSError as e:
             wrong.append(f"{path}: cannot be read ({e.strerror})")
     return wrong

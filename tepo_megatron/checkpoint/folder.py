@@ -37,8 +37,8 @@ def steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in ascending order; none for a missing folder. Raises OSError."""
     if not folder.exists():
         return []
-    found = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def prepare(folder: Path, step: int) -> Path:

@@ -175,37 +175,39 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     return None
 
 
-def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
+def restore(checkpoint: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
     """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
 
     Raises CheckpointError on every rank. If the checkpoint belongs to another model or precision, no value was changed; if
     it cannot be read, some may have been.
     """
-    if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
-        raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
+    if (before := checkpoint.layout["vocab_size"]) != (here := actor.arch.vocab_size):
+        raise CheckpointError(
+            f"{checkpoint.path}: the vocabulary had {before} tokens and has {here}; resume with the same model"
+        )
     shard_slices = list(loaded_slices(actor))
     reader = items = None
     with same_error(group, (CheckpointError,), CheckpointError):
-        reader = SliceReader.open(found.path)
+        reader = SliceReader.open(checkpoint.path)
         items = reader.plan(shard_slices)
     assert reader is not None and items is not None
     if left_over := sorted(reader.names - set().union(*all_gather_object({b.name for b in shard_slices}, group))):
         raise CheckpointError(
-            f"{found.path}: holds {left_over[0]} (and {len(left_over) - 1} more), which this model lacks; resume with the "
+            f"{checkpoint.path}: holds {left_over[0]} (and {len(left_over) - 1} more), which this model lacks; resume with the "
             "model that it was saved from"
         )
     with same_error(group, (OSError, RuntimeError), CheckpointError):
         reader.read(shard_slices, items)
-        if found.layout == describe_layout(actor):
+        if checkpoint.layout == describe_layout(actor):
             rng_state.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
         elif groups.is_main:
             _log.warning(
                 "%s was saved on the layout %s; random generators start from the seed on %s",
-                found.path, found.layout, describe_layout(actor),
+                checkpoint.path, checkpoint.layout, describe_layout(actor),
             )  # fmt: skip
-    optimizer.set_adam_steps(actor.optimizer, found.numbers["adam_step"])
+    optimizer.set_adam_steps(actor.optimizer, checkpoint.numbers["adam_step"])
     actor.scheduler.num_steps = 0
-    actor.scheduler.step(increment=found.numbers["scheduler_steps"])  # the rates come from the current config
+    actor.scheduler.step(increment=checkpoint.numbers["scheduler_steps"])  # the rates come from the current config
 
 
 def _offer(

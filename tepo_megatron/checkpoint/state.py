@@ -112,8 +112,8 @@ def objects(actor: Actor) -> dict[str, Any]:
     With fp32 and bf16 the extra state is empty, and `loaded_slices` reads none of it. Megatron's own loader refuses a
     checkpoint without it.
     """
-    found = (v for v in _values(actor) if isinstance(v, ShardedObject) and is_main_replica(v.replica_id))
-    return {value.unique_key: value.data for value in found}
+    values = (v for v in _values(actor) if isinstance(v, ShardedObject) and is_main_replica(v.replica_id))
+    return {value.unique_key: value.data for value in values}
 
 
 def loaded_slices(actor: Actor) -> Iterator[ShardSlice]:
@@ -229,21 +229,21 @@ class ShardCache:
 
 def _modules(actor: Actor) -> list[torch.nn.Module]:
     """Return all modules. `Module.modules` takes twice as long; here a module that is used in two places comes twice."""
-    found: list[torch.nn.Module] = [chunk.module for chunk in actor.chunks]
-    for module in found:  # the list grows during the loop
-        found.extend(below for below in module._modules.values() if below is not None)
-    return found
+    modules: list[torch.nn.Module] = [chunk.module for chunk in actor.chunks]
+    for module in modules:  # the list grows during the loop
+        modules.extend(below for below in module._modules.values() if below is not None)
+    return modules
 
 
 def _live(actor: Actor, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
     """Return every tensor that a shard slice can view, as the actor holds it now."""
-    found: list[Tensor | None] = list(optimizer.tensors(actor.optimizer))
+    tensors: list[Tensor | None] = list(optimizer.tensors(actor.optimizer))
     for module in modules:
-        found.extend(module._parameters.values())
+        tensors.extend(module._parameters.values())
         if module._buffers:
             transient = module._non_persistent_buffers_set
-            found.extend(buffer for name, buffer in module._buffers.items() if name not in transient)
-    return [tensor for tensor in found if tensor is not None]
+            tensors.extend(buffer for name, buffer in module._buffers.items() if name not in transient)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _extra_states(modules: Sequence[torch.nn.Module]) -> list[Any]:

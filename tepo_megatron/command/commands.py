@@ -94,15 +94,15 @@ def alerts(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.monitor.alerts import judge
     from tepo_megatron.monitor.sinks import read_metrics
 
-    found = False
+    any_raised = False
     for folder in args.run_dirs:
         records = [(int(record["step"] or 0), record) for record in read_metrics(folder)]
         raised = judge(records)
-        found |= bool(raised)
+        any_raised |= bool(raised)
         print(escaped(f"{folder}: {len(raised)} alerts in {len(records)} steps"))
         for alert in raised:
             print(escaped(f"  {alert.message}"))
-    return int(found)
+    return int(any_raised)
 
 
 def watch(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -115,12 +115,12 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
                     os.killpg(process.pid, number)
 
     def _failures(self) -> dict[int, RankFailure]:
-        found = {}
+        failures = {}
         for rank, process in zip(self._ranks, self._started, strict=True):
             if process.returncode:
                 message = _read(self._error_file(rank))
-                found[rank] = RankFailure(process.pid, process.returncode, message, rank in self._running)
-        return found
+                failures[rank] = RankFailure(process.pid, process.returncode, message, rank in self._running)
+        return failures
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"

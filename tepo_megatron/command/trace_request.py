@@ -64,15 +64,15 @@ def describe_step(run_dir: Path, step: int) -> Iterator[str]:
 def read_trace(path: Path) -> dict[str, Any]:
     """Return a merged trace. Raises DataError if it is missing or damaged."""
     try:
-        found = json.loads(gzip.decompress(path.read_bytes()))
+        trace = json.loads(gzip.decompress(path.read_bytes()))
     except FileNotFoundError:
         others = ", ".join(sorted(p.name for p in path.parent.glob("step-*.json.gz"))) or "none"
         raise DataError(f"{path}: this step was not traced; traces in this folder: {others}") from None
     except (OSError, EOFError, ValueError) as e:
         raise DataError(f"{path}: not a trace ({e}); trace the step again") from None
-    if not isinstance(found, dict) or not {"traceEvents", "metadata"} <= found.keys():
+    if not isinstance(trace, dict) or not {"traceEvents", "metadata"} <= trace.keys():
         raise DataError(f"{path}: a trace of another program; open it in ui.perfetto.dev")
-    return found
+    return trace
 
 
 def describe(trace: Mapping[str, Any]) -> Iterator[str]:

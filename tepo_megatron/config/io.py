@@ -105,9 +105,9 @@ def read_layers(path: str | Path) -> Layers:
     A `base` is a path relative to the file that names it. Raises ConfigError for an unreadable file, a `base` that is not a
     path, and base files that form a circle.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    trees: list[tuple[str, dict[str, Any]]] = []
     while True:
-        names = [name for name, _ in found]
+        names = [name for name, _ in trees]
         if any(os.path.realpath(path) == os.path.realpath(name) for name in names):
             chain = " -> ".join([*names, str(path)])
             raise ConfigError(f"{names[0]}: its base files form a circle: {chain}; remove one `base`")
@@ -115,7 +115,7 @@ def read_layers(path: str | Path) -> Layers:
             tree = read_yaml(path)
         except ConfigError as e:
             raise ConfigError(f"{e} (the base of {names[-1]})" if names else str(e)) from None
-        found.append((str(path), tree))
+        trees.append((str(path), tree))
         if "base" not in tree:
             break
         base = tree.pop("base")
@@ -123,7 +123,7 @@ def read_layers(path: str | Path) -> Layers:
             raise ConfigError(f"{path}: base: one path of a YAML file, not {base!r}; let that file name the next")
         path = os.path.normpath(Path(path).parent / base)
     layers = Layers()
-    for name, tree in reversed(found):
+    for name, tree in reversed(trees):
         layers.add(tree, name)
     return layers
 
@@ -261,8 +261,8 @@ def _explain(root: type, error: Any) -> str:
     if error["type"] == "union_tag_not_found":
         return f"{key}: the key `type` is required"
     message = error["msg"].removeprefix("Value error, ")
-    given = "" if isinstance(error["input"], dict) or "Args" in type(error["input"]).__name__ else f" (got {error['input']!r})"
-    return f"{key}: {message}{given}"
+    got = "" if isinstance(error["input"], dict) or "Args" in type(error["input"]).__name__ else f" (got {error['input']!r})"
+    return f"{key}: {message}{got}"
 
 
 def _unknown_key(root: type, loc: tuple[Any, ...]) -> str:

@@ -168,20 +168,20 @@ PARTS: Mapping[str, Any] = typing.get_type_hints(ObjectiveParts, include_extras=
 def variants(hint: Any) -> dict[str, type]:
     """Return the dataclasses in the type of a part, by their `type` ("" where they have none); empty for a plain value."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    found = [member for member in members if dataclasses.is_dataclass(member)]
-    return {getattr(member, "type", ""): typing.cast(type, member) for member in found}
+    classes = [member for member in members if dataclasses.is_dataclass(member)]
+    return {getattr(member, "type", ""): typing.cast(type, member) for member in classes}
 
 
 def read_part(part: str, values: Mapping[str, Any]) -> Any:
     """Return a part of an objective from its fields. Raises ValueError if the type or a field is unknown, or a value is out of
     range.
     """
-    found = variants(PARTS[part])
-    kind = values.get("type", "") if "" not in found else ""
-    if kind not in found:
-        raise ValueError(f"type={kind!r} is unknown; use one of {', '.join(found)}")
-    _check_names(values, {f.name for f in dataclasses.fields(found[kind])}, f"{part} {kind}".strip())
-    return TypeAdapter(found[kind]).validate_python(dict(values))
+    kinds = variants(PARTS[part])
+    kind = values.get("type", "") if "" not in kinds else ""
+    if kind not in kinds:
+        raise ValueError(f"type={kind!r} is unknown; use one of {', '.join(kinds)}")
+    _check_names(values, {f.name for f in dataclasses.fields(kinds[kind])}, f"{part} {kind}".strip())
+    return TypeAdapter(kinds[kind]).validate_python(dict(values))
 
 
 def _check_names(values: Mapping[str, Any], known: set[str], owner: str) -> None:
@@ -196,20 +196,20 @@ def _check_names(values: Mapping[str, Any], known: set[str], owner: str) -> None
 
 def _replacement(part: str) -> Callable[[Any], dict[str, Any] | None]:
     """Return the validator of a part that has fields. It accepts the name of a type, or some fields, and returns the fields."""
-    found = variants(PARTS[part])
-    known = {f.name for variant in found.values() for f in dataclasses.fields(variant)}
+    kinds = variants(PARTS[part])
+    known = {f.name for variant in kinds.values() for f in dataclasses.fields(variant)}
 
     def validate(value: Any) -> dict[str, Any] | None:
         """Return the fields that the config sets; None for null."""
         if value is None:
             return None
-        if isinstance(value, str) and "" not in found:
+        if isinstance(value, str) and "" not in kinds:
             value = {"type": value}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         if not isinstance(value, Mapping):
             raise ValueError(f"{part} is a section of {', '.join(sorted(known))}")
-        if "" in found or "type" in value:
+        if "" in kinds or "type" in value:
             read_part(part, value)
         else:  # fields of the row's own variant, which `losses.build_objective` knows
             _check_names(value, known, part)

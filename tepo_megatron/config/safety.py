@@ -28,15 +28,15 @@ def safety_checks(cfg: Config) -> list[SafetyCheck]:
     """Return every check of the engine's weights, with its state in a run of this config."""
     rollout, sync, steps = cfg.rollout, cfg.sync, cfg.training.steps
     log_probs = _log_probs(rollout, sync, cfg.training.old_logprobs)
-    found = [SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *log_probs)]
+    checks = [SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *log_probs)]
     if _delivers(rollout) and (cfg.data.eval is not None or cfg.evaluation.benchmarks):
-        found.append(SafetyCheck("log-probs of evaluations", *_evaluations(steps - 1 - rollout.max_staleness)))
+        checks.append(SafetyCheck("log-probs of evaluations", *_evaluations(steps - 1 - rollout.max_staleness)))
     if rollout.replay_experts and not rollout.only:
-        found.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(rollout, sync)))
-    found.append(SafetyCheck("versions that servers echo", *_versions(rollout)))
+        checks.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(rollout, sync)))
+    checks.append(SafetyCheck("versions that servers echo", *_versions(rollout)))
     checksums = _checksums(rollout, sync, steps, cfg.platform)
-    found.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *checksums))
-    return found
+    checks.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *checksums))
+    return checks
 
 
 def checks_that_are_off(checks: Iterable[SafetyCheck]) -> list[str]:

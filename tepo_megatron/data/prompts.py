@@ -181,8 +181,8 @@ def _items(reader: RowReader, schema: Schema, faults: RowFaults, unique: Dedupli
 
 def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> str:
     """Return the message for a row that lacks a key, and say so if the row has another schema."""
-    found = ", ".join(map(repr, row)) or "none"
-    text = f"key {error.key!r} is missing (found: {found}); add it or set {error.option}"
+    keys = ", ".join(map(repr, row)) or "none"
+    text = f"key {error.key!r} is missing (found: {keys}); add it or set {error.option}"
     other = detect(row, None, None)
     if first and other is not None:
         text += f"; {first} is of the schema {schema}, this row of {other}: put them into files of their own"

@@ -97,13 +97,13 @@ def files_of(path: str) -> list[Path]:
     """Return the file, or the sorted files that match the pattern (`*`, `?`, `[...]`, `**`). Raise DataError for no match."""
     if Path(path).exists():
         return [Path(path)]
-    found = sorted(map(Path, glob.glob(path, recursive=True)))
-    if not found:
+    files = sorted(map(Path, glob.glob(path, recursive=True)))
+    if not files:
         raise DataError(
             f"{path}: cannot read the dataset (No such file or directory); give the path of a JSON-lines or parquet file, or a "
             "dataset of Hugging Face as ORG/NAME"
         )
-    return found
+    return files
 
 
 def first_bytes(path: Path) -> bytes:
@@ -130,8 +130,8 @@ def where(names: list[Path], starts: list[int], place: int, between: str) -> str
 
 def unreadable(path: Path, error: Exception) -> DataError:
     """Return the DataError for a file that cannot be read."""
-    said = getattr(error, "strerror", None) or error
-    return DataError(f"{path}: cannot read the dataset ({said}); give the path of a JSON-lines or parquet file")
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"{path}: cannot read the dataset ({reason}); give the path of a JSON-lines or parquet file")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -89,10 +89,10 @@ class PromptStream:
         """
         held = set(excluding)
         held_by_set = Counter(self._set_of.get(i) for i in held)
-        left = [len(walk.prompts) - held_by_set[at] for at, walk in enumerate(self._walks)]
-        if n > sum(left):
+        free = [len(walk.prompts) - held_by_set[at] for at, walk in enumerate(self._walks)]
+        if n > sum(free):
             raise DataError(
-                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this step; "
+                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(free)} of them already in this step; "
                 f"{n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_generation_rounds)"
             )
         taken: list[Prompt] = []
@@ -104,12 +104,12 @@ class PromptStream:
                 continue
             held.add(prompt.id)
             taken.append(prompt)
-            left[self._set_of[prompt.id] if len(left) > 1 else 0] -= 1
+            free[self._set_of[prompt.id] if len(free) > 1 else 0] -= 1
         self.give_back(skipped)
         while len(taken) < n:
-            at = self._behind([i for i, count in enumerate(left) if count])
+            at = self._behind([i for i, count in enumerate(free) if count])
             prompt = self._walks[at].next(held)
-            left[at] -= 1
+            free[at] -= 1
             held.add(prompt.id)
             taken.append(prompt)
         return taken

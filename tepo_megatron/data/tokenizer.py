@@ -82,8 +82,8 @@ def _english_date(when: datetime, form: str) -> str:
     day, month = _DAYS[when.weekday()], _MONTHS[when.month - 1]
     names = {"%A": day, "%a": day[:3], "%B": month, "%b": month[:3], "%h": month[:3], "%p": "AM" if when.hour < 12 else "PM"}
     fixed = {"%c": "%a %b %e %H:%M:%S %Y", "%x": "%m/%d/%y", "%X": "%H:%M:%S"}
-    form = re.sub("%.", lambda found: fixed.get(found[0], found[0]), form)
-    return when.strftime(re.sub("%.", lambda found: names.get(found[0], found[0]), form))
+    form = re.sub("%.", lambda code: fixed.get(code[0], code[0]), form)
+    return when.strftime(re.sub("%.", lambda code: names.get(code[0], code[0]), form))
 
 
 def tokenizer_digests(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:

@@ -81,9 +81,9 @@ class Deduplicator:
 
         Rows that were counted as duplicates are not listed.
         """
-        found = []
+        contradicted = []
         for key, others in self._others.items():
             first = self.items.pop(key)
-            found.append([(first.place, first.answer), *others])
+            contradicted.append([(first.place, first.answer), *others])
         self._others = {}
-        return found
+        return contradicted

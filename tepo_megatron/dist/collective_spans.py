@@ -58,10 +58,10 @@ def _traced(name: str, original: Callable[..., Any], inside: threading.local) ->
 
 
 def _described(values: tuple[Any, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.setdefault("bytes", value.nbytes)
+            facts.setdefault("bytes", value.nbytes)
         elif isinstance(value, dist.ProcessGroup):
-            found |= {"group": value.group_desc, "ranks": value.size()}
-    return found
+            facts |= {"group": value.group_desc, "ranks": value.size()}
+    return facts

@@ -40,14 +40,14 @@ def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
 
 def broadcast_result(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Return on every rank what a call returns on rank 0. If the call raises an error there, every rank raises it."""
-    found: tuple[T | None, Exception | None]
+    outcome: tuple[T | None, Exception | None]
     try:
-        found = make(), None
+        outcome = make(), None
     except Exception as e:
         if group.rank():
             raise
-        found = None, e
-    result, error = broadcast_object(found, group)
+        outcome = None, e
+    result, error = broadcast_object(outcome, group)
     if error is not None:
         raise error
     return cast(T, result)

@@ -71,13 +71,13 @@ def _users_of_peers(listening: set[str]) -> tuple[set[int], bool]:
     for table in ("tcp", "tcp6"):
         rows += _rows(table)
         ends = {(row.local, row.remote): row for row in rows}
-        found = {row.inode: row.port for row in rows if row.state == _LISTENS and row.inode in listening}
-        ports = set(found.values())
+        port_of = {row.inode: row.port for row in rows if row.state == _LISTENS and row.inode in listening}
+        ports = set(port_of.values())
         taken = [row for row in rows if row.inode in mine and row.port in ports and row.state in (_ESTABLISHED, _CLOSE_WAIT)]
         others = [(row, ends.get((row.remote, row.local))) for row in taken]
         here = [other for row, other in others if other is not None or _is_loopback(row.remote)]
         users = {other.user for other in here if other is not None} - {os.getuid(), os.geteuid()}
-        known = found.keys() == listening and all(other is not None and other.state == _ESTABLISHED for other in here)
+        known = port_of.keys() == listening and all(other is not None and other.state == _ESTABLISHED for other in here)
         if users or known:
             break
     return users, known
@@ -118,20 +118,20 @@ def _is_loopback(address: str) -> bool:
 
 
 def _sockets() -> dict[str, int]:
-    found = {}
+    descriptors = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("socket:["):
-                found[target[8:-1]] = int(fd)
-    return found
+                descriptors[target[8:-1]] = int(fd)
+    return descriptors
 
 
 def _listening() -> set[str]:
-    found = set()
+    inodes = set()
     for inode, fd in _sockets().items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             internet = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
             if internet and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(inode)
-    return found
+                inodes.add(inode)
+    return inodes

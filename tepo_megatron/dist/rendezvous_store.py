@@ -39,8 +39,8 @@ class FolderStore:
     """A store that keeps keys as empty files."""
 
     def __init__(self, folder: Path) -> None:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise FolderNotPrivate(
                 f"{folder}: not a folder of mode 0700 that user {os.getuid()} owns; run the servers as the user who trains"
             )

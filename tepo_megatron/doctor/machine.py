@@ -93,12 +93,12 @@ def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/
         return
     folders = [Path(environment[name]) for name in _CUDNN_VARIABLES if environment.get(name)]
     for folder in (*folders, toolkit):
-        if found := sorted(folder.glob("**/libcudnn.so*")):
+        if libraries := sorted(folder.glob("**/libcudnn.so*")):
             yield Finding(
                 "cuDNN",
                 "warn",
-                f"{found[-1]}: Transformer Engine prefers it to that of the wheel nvidia-cudnn-cu13, which PyTorch loads in "
-                "the same process; two versions in one process are reported to fail",
+                f"{libraries[-1]}: Transformer Engine prefers it to that of the wheel nvidia-cudnn-cu13, which PyTorch loads "
+                "in the same process; two versions in one process are reported to fail",
                 "remove it, or use a CUDA image without cuDNN (nvidia/cuda:...-devel, not -cudnn-devel)",
             )
             return
@@ -113,12 +113,12 @@ def enough_devices(platform: str, ranks: int, rollout: RolloutConfig) -> bool:
 def processors(platform: str, ranks: int, rollout: RolloutConfig) -> Iterator[Finding]:
     """Check that there are GPUs, or cores, for the ranks and for the servers that are started here."""
     if platform == "cuda":
-        there, wanted = _gpus(), _wanted(ranks, rollout)
-        if there >= wanted:
-            yield Finding("GPUs", "pass", f"{there}, {wanted} of which are used")
+        present, wanted = _gpus(), _wanted(ranks, rollout)
+        if present >= wanted:
+            yield Finding("GPUs", "pass", f"{present}, {wanted} of which are used")
         else:
             yield Finding(
-                "GPUs", "fail", f"{wanted} are used, and this machine has {there}",
+                "GPUs", "fail", f"{wanted} are used, and this machine has {present}",
                 "run this inside the allocation, or lower parallel.* and rollout.servers",
             )  # fmt: skip
         return
@@ -153,23 +153,23 @@ def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, expo
     free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[model.dtype]
     kept = checkpoint.keep_last + WRITTEN_AT_ONCE if checkpoint.every else 0
     wanted = parameters * (kept * (STATE_BYTES + weight) + (weight if exports else 0))
-    said = f"{free / 1e9:.0f} GB free in {folder}; the run keeps about {wanted / 1e9:.2g} GB"
+    state = f"{free / 1e9:.0f} GB free in {folder}; the run keeps about {wanted / 1e9:.2g} GB"
     if free < wanted:
-        yield Finding("disk", "fail", said, "free some, lower checkpoint.keep_last, or give another output")
+        yield Finding("disk", "fail", state, "free some, lower checkpoint.keep_last, or give another output")
     else:
-        yield Finding("disk", "pass", said)
+        yield Finding("disk", "pass", state)
     try:
         speed = _write_speed(folder)
     except OSError as e:
         yield Finding("disk speed", "fail", f"{folder} cannot be written ({e.strerror})", "give another output")
         return
-    said = f"{speed / 1e6:.0f} MB/s, written and synced"
+    state = f"{speed / 1e6:.0f} MB/s, written and synced"
     if checkpoint.every:
-        said += f"; a checkpoint takes {parameters * (STATE_BYTES + weight) / speed:.2g} s at least, were it one stream"
+        state += f"; a checkpoint takes {parameters * (STATE_BYTES + weight) / speed:.2g} s at least, were it one stream"
     if speed < SLOW_DISK:
-        yield Finding("disk speed", "warn", said, "put output on a faster file system, or save less often: checkpoint.every")
+        yield Finding("disk speed", "warn", state, "put output on a faster file system, or save less often: checkpoint.every")
     else:
-        yield Finding("disk speed", "pass", said)
+        yield Finding("disk speed", "pass", state)
 
 
 def _gpus() -> int:

@@ -34,26 +34,26 @@ NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share o
 def data(model_path: str, cfg: DataConfig, reward: RewardConfig, prompts_per_step: int) -> Iterator[Finding]:
     """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers."""
     tokenizer = load_tokenizer(model_path)
-    found = load_data(cfg, reward, tokenizer)
-    for line in found.log_lines:
+    loaded = load_data(cfg, reward, tokenizer)
+    for line in loaded.log_lines:
         yield Finding("data", "warn" if line.startswith("warning") else "pass", line.removeprefix("warning: "))
-    train = [prompt for prompts, _ in found.train for prompt in prompts]
+    train = [prompt for prompts, _ in loaded.train for prompt in prompts]
     first = train[0]
     yield Finding("first prompt", "pass", f"{len(first.token_ids)} tokens: {tokenizer.decode(first.token_ids)!r:.200}")
     yield lengths(cfg.max_prompt_tokens, sorted(len(prompt.token_ids) for prompt in train))
-    if found.count < prompts_per_step:
-        said = f"{found.count} prompts, and a step takes rollout.prompts_per_step={prompts_per_step}"
-        yield Finding("prompts", "fail", said, "lower that, or add prompts")
+    if loaded.count < prompts_per_step:
+        state = f"{loaded.count} prompts, and a step takes rollout.prompts_per_step={prompts_per_step}"
+        yield Finding("prompts", "fail", state, "lower that, or add prompts")
     yield from grading(reward, train[:: max(1, len(train) // GRADED)][:GRADED])
 
 
 def lengths(limit: int, tokens: Sequence[int]) -> Finding:
     """Check the lengths of the prompts against the limit."""
     middle, most, longest = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20], tokens[-1]
-    said = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
+    state = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
     if most > NEAR_LIMIT * limit:
-        return Finding("prompt lengths", "warn", said, "the limit cuts into the prompts: raise data.max_prompt_tokens")
-    return Finding("prompt lengths", "pass", said)
+        return Finding("prompt lengths", "warn", state, "the limit cuts into the prompts: raise data.max_prompt_tokens")
+    return Finding("prompt lengths", "pass", state)
 
 
 def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -116,8 +116,8 @@ def conversion(model_path: str, tp: int) -> Iterator[Finding]:
                 yield Finding("conversion", "fail", wrong, "the weights do not fit their config.json; copy the model again")
                 return
             count, nbytes = count + len(names), nbytes + sum(t.nbytes for t in tensors)
-    said = f"{count} of {len(expected)} tensors ({nbytes / 1e6:.0f} MB) are what they were after HF -> tp={tp} -> HF"
-    yield Finding("conversion", "pass", said)
+    state = f"{count} of {len(expected)} tensors ({nbytes / 1e6:.0f} MB) are what they were after HF -> tp={tp} -> HF"
+    yield Finding("conversion", "pass", state)
 
 
 def _ends(row: WeightMapping, arch: Architecture) -> list[tuple[str, ...]]:
@@ -145,65 +145,65 @@ def _changed(row: WeightMapping, names: Sequence[str], tensors: Sequence[Tensor]
 
 def tokenizer(model_path: str, data: DataConfig, stop_token_ids: Sequence[int]) -> Iterator[Finding]:
     """Check that responses can end, and that the chat template works as the config assumes."""
-    found, config = load_tokenizer(model_path), read_config(model_path)
+    own_tokenizer, config = load_tokenizer(model_path), read_config(model_path)
     rows = find_family(config).architecture(config).vocab_size
-    stops = stop_tokens(model_path, found, stop_token_ids)
-    yield _vocabulary(found, rows)
-    yield _stops(found, stops)
-    if found.chat_template is not None:
-        yield from _template(data.template_kwargs, found, stops)
+    stops = stop_tokens(model_path, own_tokenizer, stop_token_ids)
+    yield _vocabulary(own_tokenizer, rows)
+    yield _stops(own_tokenizer, stops)
+    if own_tokenizer.chat_template is not None:
+        yield from _template(data.template_kwargs, own_tokenizer, stops)
     elif data.as_chat:
         yield Finding(
             "chat template", "fail", "data.as_chat=true, and the tokenizer has none", "use a chat model's tokenizer, or strings"
         )
 
 
-def _vocabulary(found: PreTrainedTokenizerBase, rows: int) -> Finding:
-    said = f"{len(found)} tokens, {rows} rows of the embedding"
-    if len(found) > rows:
-        return Finding("vocabulary", "fail", said, "use the tokenizer that belongs to the model")
-    return Finding("vocabulary", "pass", said)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> Finding:
+    state = f"{len(tokenizer)} tokens, {rows} rows of the embedding"
+    if len(tokenizer) > rows:
+        return Finding("vocabulary", "fail", state, "use the tokenizer that belongs to the model")
+    return Finding("vocabulary", "pass", state)
 
 
-def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
+def _stops(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
     """Check the stop tokens. A pad token as one of several is harmless, because responses are not padded here."""
-    named = ", ".join(f"{found.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
+    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
     fix = "name the tokens that end a response in rollout.stop_token_ids"
     if not stops:
         return Finding("stop tokens", "fail", "none: every response would be cut off at rollout.max_response_tokens", fix)
-    if wrong := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
+    if wrong := [token for token in stops if tokenizer.convert_ids_to_tokens(token) is None]:
         return Finding("stop tokens", "fail", f"{wrong} are no tokens of the tokenizer", "correct eos_token_id in config.json")
-    if set(stops) == {found.pad_token_id} and found.eos_token_id is None:
+    if set(stops) == {tokenizer.pad_token_id} and tokenizer.eos_token_id is None:
         return Finding("stop tokens", "warn", f"{named}, the pad token, and there is no end-of-sequence token", fix)
     return Finding("stop tokens", "pass", f"{named} end a response")
 
 
-def _template(own: Mapping[str, Any], found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
+def _template(own: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
     chat = [{"role": "user", "content": QUESTION}]
 
     def text(messages: Sequence[dict[str, str]] = chat, prompt: bool = True, **kwargs: object) -> str:
-        return str(found.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **kwargs))
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **kwargs))
 
     asked = text(**own)
     silent = text(prompt=False, **own)
     if not asked.startswith(silent) or asked == silent:
-        said = "it adds no generation prompt: the model would continue the user's message"
-        yield Finding("chat template", "warn", said, "use a template with add_generation_prompt")
+        state = "it adds no generation prompt: the model would continue the user's message"
+        yield Finding("chat template", "warn", state, "use a template with add_generation_prompt")
         return
-    by_template = list(found.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=False, **own))
-    if by_template != list(found(asked, add_special_tokens=False).input_ids):
-        said = "its tokens are not those of its text"
-        yield Finding("chat template", "warn", said, "see whether its special tokens are in the tokenizer")
+    by_template = list(tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=False, **own))
+    if by_template != list(tokenizer(asked, add_special_tokens=False).input_ids):
+        state = "its tokens are not those of its text"
+        yield Finding("chat template", "warn", state, "see whether its special tokens are in the tokenizer")
         return
     for name, value in own.items():
         if isinstance(value, bool) and asked == text(**{**own, name: not value}):
-            said = f"data.template_kwargs.{name} changes nothing of a prompt"
-            yield Finding("chat template", "warn", said, "remove it, or use the template that knows it")
+            state = f"data.template_kwargs.{name} changes nothing of a prompt"
+            yield Finding("chat template", "warn", state, "remove it, or use the template that knows it")
     answered = text([*chat, {"role": "assistant", "content": ANSWER}], prompt=False, **own)
-    ending = list(found(answered.rpartition(ANSWER)[2], add_special_tokens=False).input_ids)
+    ending = list(tokenizer(answered.rpartition(ANSWER)[2], add_special_tokens=False).input_ids)
     if ending and not set(ending) & set(stops):
-        token = found.convert_ids_to_tokens(ending[0])
-        said = f"it ends an answer with {token!r} ({ending[0]}), which does not end a response here"
-        yield Finding("chat template", "warn", said, f"if prompts are chats: rollout.stop_token_ids: [{ending[0]}]")
+        token = tokenizer.convert_ids_to_tokens(ending[0])
+        state = f"it ends an answer with {token!r} ({ending[0]}), which does not end a response here"
+        yield Finding("chat template", "warn", state, f"if prompts are chats: rollout.stop_token_ids: [{ending[0]}]")
         return
     yield Finding("chat template", "pass", f"a question ends with {asked[len(silent) :]!r}")

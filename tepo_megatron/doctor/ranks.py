@@ -26,9 +26,9 @@ def measure(cfg: Config, platform: Platform) -> None:
 
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     axes = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp, "dp": groups.dp, "ep": groups.ep}
-    found = {name: _bandwidth(axis, groups.device) for name, axis in axes.items() if axis.size > 1}
+    bandwidths = {name: _bandwidth(axis, groups.device) for name, axis in axes.items() if axis.size > 1}
     if groups.is_main:
-        (Path(cfg.run_dir) / RESULT).write_text(json.dumps(found))
+        (Path(cfg.run_dir) / RESULT).write_text(json.dumps(bandwidths))
     parallel.shutdown()
 
 

@@ -50,8 +50,8 @@ def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
 
     with _output_in(cfg.run_dir.with_suffix(".txt")), run_dir.claim(cfg):
         launch(cfg, worker="tepo_megatron.doctor.ranks", service=())
-    found = json.loads((cfg.run_dir / RESULT).read_text())
-    speeds = ", ".join(f"{axis} {speed / 1e9:.2g} GB/s" for axis, speed in found.items())
+    bandwidths = json.loads((cfg.run_dir / RESULT).read_text())
+    speeds = ", ".join(f"{axis} {speed / 1e9:.2g} GB/s" for axis, speed in bandwidths.items())
     yield Finding("all-reduce", "pass", f"{cfg.parallel.world_size} ranks; {speeds}")
 
 
@@ -72,29 +72,29 @@ def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
 
 def _log_probs(record: Mapping[str, Any], sampled: str, limit: float, *, exact: bool) -> Finding:
     mean, worst = record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_max"]
-    said = f"|rollout - actor| at {sampled}: mean {mean:.1e}, largest {worst:.1e} nats; "
-    said += f"the run stops above {limit:g}"
+    state = f"|rollout - actor| at {sampled}: mean {mean:.1e}, largest {worst:.1e} nats; "
+    state += f"the run stops above {limit:g}"
     if mean > (EXACT if exact else NEAR * limit):
-        return Finding("log-probs", "warn", said, "objective.correction corrects for it; in fp32 it should be rounding alone")
-    return Finding("log-probs", "pass", said)
+        return Finding("log-probs", "warn", state, "objective.correction corrects for it; in fp32 it should be rounding alone")
+    return Finding("log-probs", "pass", state)
 
 
 def _samples(record: Mapping[str, Any], max_response_tokens: int) -> Finding:
     accuracy, cut = record["accuracy/mean"], record["rollout/truncated"]
-    said = f"{accuracy:.1%} right, {cut:.1%} cut off, {record['rollout/response_tokens_mean']:.0f} tokens in the mean"
+    state = f"{accuracy:.1%} right, {cut:.1%} cut off, {record['rollout/response_tokens_mean']:.0f} tokens in the mean"
     if cut > 0.5:
-        return Finding("samples", "warn", said, f"raise rollout.max_response_tokens={max_response_tokens}")
+        return Finding("samples", "warn", state, f"raise rollout.max_response_tokens={max_response_tokens}")
     if accuracy in (0.0, 1.0):
-        return Finding("samples", "warn", said, "groups with equal scores have no advantage: check prompts and answers")
-    return Finding("samples", "pass", said)
+        return Finding("samples", "warn", state, "groups with equal scores have no advantage: check prompts and answers")
+    return Finding("samples", "pass", state)
 
 
 def _noise(record: Mapping[str, Any]) -> Finding:
     floor, below = record.get("tepo/entropy_noise_floor"), record.get("tepo/mask_below_noise")
     if floor is None or below is None:
         return Finding("noise of dH", "skip", "there is no separate pass for the old statistics, so it cannot be measured")
-    said = f"{floor:.1e} nats; {below:.1%} of the tokens with a KL penalty have a smaller dH"
-    return Finding("noise of dH", "warn" if below > 0.1 else "pass", said)
+    state = f"{floor:.1e} nats; {below:.1%} of the tokens with a KL penalty have a smaller dH"
+    return Finding("noise of dH", "warn" if below > 0.1 else "pass", state)
 
 
 @contextlib.contextmanager

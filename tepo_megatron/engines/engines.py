@@ -69,11 +69,11 @@ def launch_of(
 def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int) -> int:
     """Return the index of the first GPU of the servers that a rank starts: behind the ranks', or with `colocate` on these."""
     first = 0 if cfg.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    wanted, there = first + cfg.servers * cfg.server.tp, torch.cuda.device_count()
-    if not cfg.server.others and platform == "cuda" and there < wanted:
+    wanted, present = first + cfg.servers * cfg.server.tp, torch.cuda.device_count()
+    if not cfg.server.others and platform == "cuda" and present < wanted:
         raise ConfigError(
             f"{first} ranks, and rollout.servers={cfg.servers} of rollout.server.tp={cfg.server.tp}, "
-            f"take {wanted} GPUs, and this machine has {there}; let them take turns (rollout.colocate=true), or give servers "
+            f"take {wanted} GPUs, and this machine has {present}; let them take turns (rollout.colocate=true), or give servers "
             "machines of their own (rollout.server.rendezvous)"
         )
     return first

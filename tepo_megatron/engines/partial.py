@@ -29,8 +29,8 @@ def continuation(aborted: Rollout, prompt: Prompt, sampling: SamplingParams, see
     """Return the request that continues an aborted response, with one sample."""
     tokens = tuple(aborted.token_ids_L.tolist())
     longer = replace(prompt, token_ids=tokens)
-    left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))
-    return GenerationRequest(longer, replace(sampling, samples=1, max_tokens=left), seed)
+    remaining = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))
+    return GenerationRequest(longer, replace(sampling, samples=1, max_tokens=remaining), seed)
 
 
 def continuations(

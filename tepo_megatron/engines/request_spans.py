@@ -20,10 +20,10 @@ _LONGEST_MS = 1e9
 
 def server_times(timing: str | None) -> tuple[int, int] | None:
     """Return the ns until the first token and until the end of a request; None if the server does not report them."""
-    found = None if timing is None else _TIMING.fullmatch(timing)
-    if found is None or any(text.count(".") > 1 or text == "." for text in found.groups()):
+    match = None if timing is None else _TIMING.fullmatch(timing)
+    if match is None or any(text.count(".") > 1 or text == "." for text in match.groups()):
         return None
-    first, total = (float(text) for text in found.groups())
+    first, total = (float(text) for text in match.groups())
     if not 0 <= first <= total <= _LONGEST_MS or not math.isfinite(total):
         return None
     return int(first * 1e6), int(total * 1e6)
@@ -48,8 +48,8 @@ def add_request(asks: Sequence[GenerationRequest], server: str, times: tuple[int
     """Record the service's side of requests that were answered by one server."""
     if not tracer.active:
         return
-    (made, sent, answered, parsed), unit, prompt = times, tracer.unit(), asks[0].prompt.id
-    tracer.add("request", REQUESTS, made, parsed, unit=unit, flows=[prompt], prompt=prompt, server=server)
-    tracer.add("wait for a server", REQUESTS, made, sent, unit=unit)
+    (begun, sent, answered, parsed), unit, prompt = times, tracer.unit(), asks[0].prompt.id
+    tracer.add("request", REQUESTS, begun, parsed, unit=unit, flows=[prompt], prompt=prompt, server=server)
+    tracer.add("wait for a server", REQUESTS, begun, sent, unit=unit)
     tracer.add("in flight", REQUESTS, sent, answered, unit=unit)
     tracer.add("parse", REQUESTS, answered, parsed, unit=unit)

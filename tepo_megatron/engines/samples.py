@@ -187,9 +187,9 @@ def _checked_masks(
     if not sampling.returns_masks or (masks is None and ids_T.size):
         return None
     ids, counts = masks or ([], [])
-    made = SamplingMask(torch.from_numpy(np.array(ids, np.int32)), torch.from_numpy(np.array(counts, np.int32)))
-    made.check(torch.from_numpy(ids_T), _most_masked(sampling) + 1)  # the sampled token may be one more
-    return made
+    mask = SamplingMask(torch.from_numpy(np.array(ids, np.int32)), torch.from_numpy(np.array(counts, np.int32)))
+    mask.check(torch.from_numpy(ids_T), _most_masked(sampling) + 1)  # the sampled token may be one more
+    return mask
 
 
 def _checked_experts(experts: NDArray[Any] | None, length: int, routing: Routing | None) -> Tensor | None:

@@ -267,12 +267,12 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
 
     def rollout(sample: _Sample) -> Rollout:
         meta, ids = sample.meta_info, sample.output_ids
-        given = meta.output_token_logprobs if ids else []
-        if [entry.token_id for entry in given] != ids:
+        entries = meta.output_token_logprobs if ids else []
+        if [entry.token_id for entry in entries] != ids:
             raise ValueError("its log-probs are of other tokens than its response")
         if ids and meta.prompt_tokens != len(prompt.token_ids):
             raise ValueError("it changed the prompt's tokens")
-        logprobs, masks = [entry.logprob for entry in given], None
+        logprobs, masks = [entry.logprob for entry in entries], None
         if sampling.returns_masks and (rows := meta.output_token_sampling_mask) is not None and ids:
             logprobs, masks = meta.output_token_sampling_logprobs, (list(itertools.chain(*rows)), [len(row) for row in rows])
         return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta), masks)
@@ -281,9 +281,9 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
         samples = _DECODER.decode(answer.json_body(answer_values(prompt, sampling)))
         if len(samples) != sampling.samples:
             raise ValueError(f"{len(samples)} samples instead of {sampling.samples}")
-        made = [rollout(sample) for sample in samples]
+        checked = [rollout(sample) for sample in samples]
         check_label({sample.meta_info.weight_version for sample in samples}, version, engine)
-        return made
+        return checked
 
     return parsed(answer, prompt, engine, rollouts)
 

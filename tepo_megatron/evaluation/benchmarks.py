@@ -108,15 +108,15 @@ class PublishedRow:
 
 
 def _read() -> tuple[PublishedRow, ...]:
-    found, table = [], ""
+    rows, table = [], ""
     for line in _ROWS.strip().splitlines():
         if line.startswith("# "):
             table = line[2:]
             continue
         model, method, *figures, average = line.split()
         accuracy = {name: float(f) for name, f in zip(COLUMNS, figures, strict=True) if f != _NONE}
-        found.append(PublishedRow(table, model, method, accuracy, float(average)))
-    return tuple(found)
+        rows.append(PublishedRow(table, model, method, accuracy, float(average)))
+    return tuple(rows)
 
 
 PUBLISHED = _read()

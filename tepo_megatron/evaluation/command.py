@@ -144,8 +144,8 @@ def _evaluate(
     )
     with contextlib.ExitStack() as stack:
         log_path = out / "server.log"
-        made = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
-        engine: RolloutEngine = stack.enter_context(made)
+        built = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
+        engine: RolloutEngine = stack.enter_context(built)
         chat = ChatFormat(tokenizer, encode, decode)
         opened = open_sampler(engine, cfg.rollout.function, encode, decode, limits=cfg.rollout.limits, chat=chat)
         sampler, sampler_events = stack.enter_context(opened)

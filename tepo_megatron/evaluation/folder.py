@@ -156,7 +156,7 @@ def compare_folders(ours: Path, theirs: Path) -> ResultTable:
     if not names:
         each = "; ".join(f"{folder}: {', '.join(r) or 'none'}" for folder, r in zip((ours, theirs), records, strict=True))
         raise DataError(f"the two evaluations have no benchmark in common ({each}); evaluate both on one")
-    found, incomplete = {}, []
+    compared, incomplete = {}, []
     for name in names:
         pair = [read_samples(samples_file(folder, name)) for folder in (ours, theirs)]
         damaged = [
@@ -169,8 +169,8 @@ def compare_folders(ours: Path, theirs: Path) -> ResultTable:
             rest = f"of the others samples are missing in {' and '.join(map(str, damaged))}"
             count = len({sample.problem for sample in pair[0]})
             incomplete.append(f"{title_of(name)}: compared on the {count} problems that both have; {rest}.")
-        found[name] = compare(pair[0], pair[1], name)
-    grid = comparison(str(ours), str(theirs), found)
+        compared[name] = compare(pair[0], pair[1], name)
+    grid = comparison(str(ours), str(theirs), compared)
     return ResultTable(grid.title, grid.headings, grid.rows, [*grid.notes, *incomplete, *_differing(names, records)])
 
 
@@ -190,10 +190,10 @@ def _common(pair: Sequence[Sequence[BenchmarkSample]], name: str) -> list[list[B
 
 def _differing(names: list[str], records: list[dict]) -> list[str]:
     """Return one sentence per benchmark whose two protocols differ, naming the differing keys."""
-    said = []
+    sentences = []
     for name in names:
         a, b = (record[name]["protocol"] for record in records)
         keys = [key for key in {**a, **b} if key != "source" and a.get(key) != b.get(key)]
         if keys:
-            said.append(f"{title_of(name)}: the two runs also differ in {', '.join(keys)}.")
-    return said
+            sentences.append(f"{title_of(name)}: the two runs also differ in {', '.join(keys)}.")
+    return sentences

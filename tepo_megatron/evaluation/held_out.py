@@ -56,8 +56,8 @@ def evaluate(
     max_failed_share: float,
 ) -> Accuracy:
     """Sample answers, grade them and return the mean unshaped score. Raises as `sample_and_grade`."""
-    found = sample_and_grade(engine, reward, prompts, sampling, seed, what="evaluation", max_failed_share=max_failed_share)
-    return accuracy(found)
+    graded = sample_and_grade(engine, reward, prompts, sampling, seed, what="evaluation", max_failed_share=max_failed_share)
+    return accuracy(graded)
 
 
 def sample_and_grade(

@@ -60,7 +60,7 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
     Raises DataError if there are no rows, a row has no problem or no answer, or a prompt is too long. The message has file,
     line and fix.
     """
-    found = []
+    loaded = []
     for name in cfg.benchmarks:
         entry, changes = BENCHMARKS[name], []
         if cfg.benchmark_samples is not None and cfg.benchmark_samples != entry.samples and entry.temperature > 0:
@@ -83,8 +83,8 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
             raise DataError(f"{source}: no problem of {name} is in it; give a file with one JSON object per line")
         if len(prompts) != entry.problems:
             changes.append(f"{len(prompts)} problems instead of {entry.problems}")
-        found.append(Problems(name, entry, cfg.benchmark_tokens, source, tuple(prompts), tuple(changes)))
-    return found
+        loaded.append(Problems(name, entry, cfg.benchmark_tokens, source, tuple(prompts), tuple(changes)))
+    return loaded
 
 
 def load_files(
@@ -96,7 +96,7 @@ def load_files(
         ConfigError: A source is malformed, or its name is taken.
         DataError: A source cannot be read or used.
     """
-    found: list[Problems] = []
+    problem_sets: list[Problems] = []
     for source in sources:
         try:
             check_source("--data", source)
@@ -104,7 +104,7 @@ def load_files(
             raise ConfigError(str(e)) from None
         last = re.sub(r"\.(jsonl?|ndjson|parquet)\b", "", source.rpartition("/")[2])
         name = re.sub(r"\W+", "_", last).strip("_")
-        if not name or name in BENCHMARKS or name in (problems.name for problems in found):
+        if not name or name in BENCHMARKS or name in (problems.name for problems in problem_sets):
             raise ConfigError(f"--data {source}: the name {name!r} is a benchmark's or another file's; rename the file")
         data, sampling = cfg.data, cfg.evaluation
         loaded = load_prompts(DataSet(path=source, prompt_key=data.prompt_key, answer_key=data.answer_key), data, tokenizer)
@@ -121,8 +121,10 @@ def load_files(
             temperature=sampling.temperature,
         )
         rollout = cfg.rollout
-        found.append(Problems(name, entry, rollout.max_response_tokens, source, prompts, (), rollout.top_k, rollout.top_p))
-    return found
+        problem_sets.append(
+            Problems(name, entry, rollout.max_response_tokens, source, prompts, (), rollout.top_k, rollout.top_p)
+        )
+    return problem_sets
 
 
 def _distinct(rows: list[_Numbered], entry: Benchmark) -> tuple[list[_Numbered], int, int]:
@@ -177,8 +179,8 @@ def _prompt(
     """Return one row as a prompt, rendered by the chat template if there is one. Raises DataError for an unusable row."""
     for key in (entry.problem, entry.answer):
         if key not in row:
-            found = ", ".join(map(repr, row)) or "none"
-            raise DataError(f"{where}: field {key!r} is missing (found: {found}); rename it to that of {entry.hub}")
+            fields = ", ".join(map(repr, row)) or "none"
+            raise DataError(f"{where}: field {key!r} is missing (found: {fields}); rename it to that of {entry.hub}")
     problem = row[entry.problem]
     if not isinstance(problem, str) or not problem.strip():
         raise DataError(f"{where}: field {entry.problem!r} holds no text of a problem; fill it in or remove the row")

@@ -80,7 +80,11 @@ class BenchmarkRuns:
         """Return step -> mean avg@k over the benchmarks, from the disk, for each step at which all of them were evaluated."""
         names = {problems.name for problems in self.suite}
         by_step = {step: self.accuracies(step) for step in self._steps()}
-        return {step: statistics.fmean(found.values()) for step, found in by_step.items() if found and found.keys() == names}
+        return {
+            step: statistics.fmean(accuracies.values())
+            for step, accuracies in by_step.items()
+            if accuracies and accuracies.keys() == names
+        }
 
     def compare(self, before: int, after: int) -> Path:
         """Print and write what changed between two steps, paired by problem; return the file."""
@@ -139,9 +143,9 @@ class Evaluations:
             asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
             # one seed for all evaluations, so that before and after are compared on the same random numbers
             seed = derive_seed(self._seed, "evaluation")
-            found = evaluate(engine, reward, self._held_out, asked, seed, max_failed_share=max_failed_share)
-            self._by_step[step] = found
-            yield f"accuracy at step {step}: {found}, temperature {cfg.temperature:g}"
+            accuracy = evaluate(engine, reward, self._held_out, asked, seed, max_failed_share=max_failed_share)
+            self._by_step[step] = accuracy
+            yield f"accuracy at step {step}: {accuracy}, temperature {cfg.temperature:g}"
         if self._benchmarks is not None and step not in self._benchmarked:
             results = self._benchmarks.evaluate(step, engine, reward, max_failed_share)
             self._benchmarked[step] = results

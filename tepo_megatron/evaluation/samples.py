@@ -107,15 +107,15 @@ def read_samples(path: Path) -> list[BenchmarkSample]:
 def load_samples(path: Path) -> tuple[list[BenchmarkSample], list[str]]:
     """Return every readable sample once, and one sentence per fault of the file. Raises as `read_samples`."""
     try:
-        found, faults = records.read_rows(path, _sample)
+        samples, faults = records.read_rows(path, _sample)
     except OSError as e:
         raise DataError(f"{path}: cannot read the samples ({e.strerror}); give the folder of an evaluation") from None
-    if not found:
+    if not samples:
         what = f" ({faults[0]})" if faults else ""
         raise DataError(f"{path}: there is no sample in it{what}; make the evaluation again")
-    once = {(sample.problem, sample.sample): sample for sample in found}
-    if len(once) < len(found):
-        faults.append(f"{len(found) - len(once)} samples are in the file twice; the later line counts")
+    once = {(sample.problem, sample.sample): sample for sample in samples}
+    if len(once) < len(samples):
+        faults.append(f"{len(samples) - len(once)} samples are in the file twice; the later line counts")
     return [once[key] for key in sorted(once)], faults
 
 

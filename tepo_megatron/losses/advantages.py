@@ -48,11 +48,11 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
     if kind in PER_TERM:
         values_BK, weights_K = rewards_by_term([r for sample in samples for r in sample])
         values = torch.stack([part.mean(0) for part in values_BK.split([len(sample) for sample in samples])])
-        found = PER_TERM[kind](list(values.split([len(group) for group in groups])), weights_K)
+        advantages = PER_TERM[kind](list(values.split([len(group) for group in groups])), weights_K)
     else:
         rewards = [[math.fsum(r.reward for r in sample) / len(sample) for sample in group] for group in groups]
-        found = ADVANTAGES[kind]([torch.tensor(group, dtype=torch.float64) for group in rewards])
-    of_samples = torch.cat([torch.empty(0, dtype=torch.float64), *found]).float().tolist()
+        advantages = ADVANTAGES[kind]([torch.tensor(group, dtype=torch.float64) for group in rewards])
+    of_samples = torch.cat([torch.empty(0, dtype=torch.float64), *advantages]).float().tolist()
     shared = {id(r): advantage for sample, advantage in zip(samples, of_samples, strict=True) for r in sample}
     return torch.tensor([shared[id(r)] for r in rollouts], dtype=torch.float32)
 

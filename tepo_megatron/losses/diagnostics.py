@@ -84,11 +84,11 @@ def histograms(terms: LossTerms) -> dict[str, Tensor]:
 def rows(terms: LossTerms) -> dict[str, Tensor]:
     """Return the terms of each row by name, detached and without any computation; terms that the loss lacks are left out."""
     t = terms
-    found = {
+    columns = {
         "advantage": t.advantage_R, "ratio": t.ratio_R, "clipped": t.clipped_R, "entropy_change": t.entropy_change_R,
         "kl_mask": t.mask_R, "kl": t.penalty_R, "ref_kl": t.ref_penalty_R, "correction": t.correction_R,
         "weight": None if t.weights is None else t.weights.weight_R,
         "penalty": None if t.weights is None else t.weights.penalty_R,
         "share": t.aggregate_R, "loss": t.loss_R,
     }  # fmt: skip
-    return {name: x_R.detach() for name, x_R in found.items() if x_R is not None}
+    return {name: x_R.detach() for name, x_R in columns.items() if x_R is not None}

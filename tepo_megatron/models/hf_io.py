@@ -60,12 +60,12 @@ class HfReader:
 
     def shapes(self) -> dict[str, Tensor]:
         """Return all tensors on the meta device, by name: their shapes and dtypes. No data are read."""
-        found = {}
+        shapes = {}
         for file in sorted(set(self._file_of.values())):
             with self._open(file) as f:
                 tensors = f.keys()
-                found.update({name: torch.empty_like(f.get_tensor(name), device="meta") for name in tensors})
-        return found
+                shapes.update({name: torch.empty_like(f.get_tensor(name), device="meta") for name in tensors})
+        return shapes
 
     def _index(self) -> dict[str, Path]:
         index = self.path / INDEX

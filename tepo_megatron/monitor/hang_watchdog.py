@@ -171,14 +171,14 @@ class HangWatchdog:
             of.beat, of.place, of.phase, of.left = beat, place, phase, left
 
     def _fault(self) -> str | None:
-        there = {rank: of for rank, of in self._seen.items() if not of.left}
-        for rank, of in there.items():
+        running = {rank: of for rank, of in self._seen.items() if not of.left}
+        for rank, of in running.items():
             if of.unheard * BEAT_SECONDS >= self._heartbeat_timeout:
                 return (
                     f"rank {rank} has not been heard of for {self._heartbeat_timeout:g} s (parallel.heartbeat_timeout): its "
                     f"process is frozen, or its machine is gone; last at {of.place}"
                 )
-        for rank, of in there.items() if self._rank == 0 else ():
+        for rank, of in running.items() if self._rank == 0 else ():
             if of.phase.startswith((*TRAINING, JOINING)) and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:
                 return f"rank {rank} has been in one place for {self._stuck_seconds:g} s (parallel.timeout_seconds): {of.place}"
         return None

@@ -116,15 +116,15 @@ def _key_of(run_dir: Path) -> str:
     with contextlib.suppress(OSError):
         known = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with open(known, encoding="ascii", errors="replace") as file:
-            found, text = os.fstat(known), file.read(200).strip()
-        if found.st_uid == os.geteuid() and not found.st_mode & 0o077 and len(text) >= 32:
+            status, text = os.fstat(known), file.read(200).strip()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o077 and len(text) >= 32:
             return text
-    made = secrets.token_urlsafe(32)
+    new_key = secrets.token_urlsafe(32)
     with writing(path):
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(made + "\n")
-    return made
+            file.write(new_key + "\n")
+    return new_key
 
 
 class _Server(ThreadingHTTPServer):
@@ -158,8 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "tepo", ""
 
     def do_GET(self) -> None:
-        given = self.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, self.server.expected):
+        authorization = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(authorization, self.server.expected):
             self._answer(HTTPStatus.UNAUTHORIZED, "a key is needed: Authorization: Bearer, from metrics.key\n")
         elif self.path.partition("?")[0] != ROUTE:
             self._answer(HTTPStatus.NOT_FOUND, f"only {ROUTE} is here\n")

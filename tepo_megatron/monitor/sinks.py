@@ -177,33 +177,33 @@ class RunLog:
         path = self.run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
         last_evaluation = math.inf if keeps_evaluations else step
-        found = records.steps_of(records.parse_lines(data), last=step, last_evaluation=last_evaluation)
+        steps = records.steps_of(records.parse_lines(data), last=step, last_evaluation=last_evaluation)
         # an evaluation comes after the record of its step; sorting is stable
-        lines = sorted([*found.kept, *found.kept_evaluations], key=lambda line: line.step)
+        lines = sorted([*steps.kept, *steps.kept_evaluations], key=lambda line: line.step)
         kept = b"".join(line.raw + b"\n" for line in lines)
-        if lost := b"".join(line.raw + b"\n" for line in (*found.rest, *found.later)):
+        if lost := b"".join(line.raw + b"\n" for line in (*steps.rest, *steps.later)):
             self._add_lost(lost)
         if data.startswith(kept):
             os.ftruncate(self._metrics, len(kept))
         else:
             self._replace_metrics(kept)
         self._alerts = AlertWatch()
-        for record in found.records:
+        for record in steps.records:
             self._alerts.observe(record[_FIRST_KEY], record)
-        self._evaluations = {record.pop(_FIRST_KEY): record for record in found.evaluations}
+        self._evaluations = {record.pop(_FIRST_KEY): record for record in steps.evaluations}
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = _open_tensorboard(self.run_dir, forget_from=step + 1)
             for evaluated, values in self._evaluations.items():
                 if evaluated > step:
                     self._add_scalars(evaluated, values)
-        said = [f"{METRICS_FILE}: {fault}" for fault in found.faults]
-        if found.later:
-            again = len({line.step for line in found.later})
-            said.append(f"{again} recorded steps are taken again; their former records moved to {LOST_FILE}")
-        if found.rest:
-            said.append(f"{len(found.rest)} other lines of {METRICS_FILE} moved to {LOST_FILE}")
-        return said
+        messages = [f"{METRICS_FILE}: {fault}" for fault in steps.faults]
+        if steps.later:
+            again = len({line.step for line in steps.later})
+            messages.append(f"{again} recorded steps are taken again; their former records moved to {LOST_FILE}")
+        if steps.rest:
+            messages.append(f"{len(steps.rest)} other lines of {METRICS_FILE} moved to {LOST_FILE}")
+        return messages
 
     def _add_lost(self, lost: bytes) -> None:
         """Append to metrics.lost.jsonl on a new line. Repeated calls with the same data append it once."""
@@ -253,9 +253,9 @@ class RunLog:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
     """Return a run's records: each step once, in order, even from a damaged file. Log a warning about damage."""
-    found = read_steps(run_dir)
-    records.report(run_dir / METRICS_FILE, found.faults)
-    return found.records
+    steps = read_steps(run_dir)
+    records.report(run_dir / METRICS_FILE, steps.faults)
+    return steps.records
 
 
 def read_steps(run_dir: Path) -> records.StepRecords:
@@ -265,11 +265,11 @@ def read_steps(run_dir: Path) -> records.StepRecords:
         lines = records.read_lines(path)
     except OSError as e:
         raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
-    found = records.steps_of(lines)
-    if not found.kept:
-        what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
+    steps = records.steps_of(lines)
+    if not steps.kept:
+        what = f"{steps.faults[0]}; restore the file, or repeat the run" if steps.faults else "wait for the first one"
         raise DataError(f"{path}: no step has been recorded yet; {what}")
-    return found
+    return steps
 
 
 def _open_tensorboard(run_dir: Path, forget_from: int | None = None) -> Any:

@@ -166,11 +166,11 @@ class PackedFlash:
             scale: Factor of the scores. None: 1 / sqrt(D).
         """
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random generator's, unused without dropout
-        found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
             grad, q, k, v, out, lse, call.cu_q, call.cu_k, call.longest_q, call.longest_k, 0.0, call.causal, state,
             q.new_empty(0), scale=scale,
         )  # fmt: skip
-        return found
+        return gradients
 
 
 def packed_flash_of(query: Tensor) -> PackedFlash | None:

@@ -296,9 +296,9 @@ def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_
         choices.append([] if needed > count else [_in_order(out, items, shape, pipeline) for shape, out in filled])
     if needed > count:
         return None, needed
-    options = [option for found in choices for option in found]
+    options = [option for plans in choices for option in plans]
     times = iter(pipeline.makespans(_Costs(items.costs, None, ATTENTION_TOKENS).of_plan(options)).tolist())
-    return [min((next(times), at, option) for at, option in enumerate(found))[2] for found in choices], count
+    return [min((next(times), at, option) for at, option in enumerate(plans))[2] for plans in choices], count
 
 
 def _in_order(microbatches: list[list[int]], items: PlanItems, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:

@@ -40,10 +40,10 @@ class PrefixGroups:
 
     def members(self, indices: Sequence[int]) -> list[list[int]]:
         """Return the sequences `indices` by prefix group. The groups are in the order of their first members."""
-        found: defaultdict[int, list[int]] = defaultdict(list)
+        groups: defaultdict[int, list[int]] = defaultdict(list)
         for i in indices:
-            found[self.group[i]].append(i)
-        return list(found.values())
+            groups[self.group[i]].append(i)
+        return list(groups.values())
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
     for step in sorted(folders):
         path = folders[step] / "evaluation.json"
         try:
-            found = json.loads(path.read_text())["benchmarks"]
-            each = {name: one["result"]["accuracy"] for name, one in found.items()}
+            results = json.loads(path.read_text())["benchmarks"]
+            each = {name: one["result"]["accuracy"] for name, one in results.items()}
             scores[step] = {name: (float(a["mean"]), float(a["standard_error"] or 0.0)) for name, a in each.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             notes.append(f"{path}: not the results of an evaluation ({e!r}).")
@@ -84,10 +84,10 @@ def _read(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
 
     samples, faults = load_samples(path)
     notes += [f"{path}: {fault}." for fault in faults]
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_problem: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
-        found.setdefault(sample.problem, []).append(dataclasses.asdict(sample))
-    return found
+        by_problem.setdefault(sample.problem, []).append(dataclasses.asdict(sample))
+    return by_problem
 
 
 def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[SampleGroup]:
@@ -95,14 +95,18 @@ def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, An
 
     Each group has, for each step, the sample whose score is nearest the problem's mean at that step.
     """
-    means = [{p: statistics.fmean(r["score"] for r in rows) for p, rows in found.items()} for found in by_step.values()]
+    means = [
+        {p: statistics.fmean(r["score"] for r in rows) for p, rows in by_problem.items()} for by_problem in by_step.values()
+    ]
     before, after = means
     order = sorted(before.keys() & after.keys(), key=lambda p: (-abs(after[p] - before[p]), p))
     groups = []
     for problem in [p for p in order[:MOST_CHANGED] if after[p] != before[p]]:
         samples = [
-            _sample(f"step {step}, mean score {mean[problem]:.3g} of {len(found[problem])}", found[problem], mean[problem])
-            for (step, found), mean in zip(by_step.items(), means, strict=True)
+            _sample(
+                f"step {step}, mean score {mean[problem]:.3g} of {len(by_problem[problem])}", by_problem[problem], mean[problem]
+            )
+            for (step, by_problem), mean in zip(by_step.items(), means, strict=True)
         ]
         groups.append(SampleGroup(f"{name}, problem {problem}: {before[problem]:.3g} → {after[problem]:.3g}", samples))
     return groups

@@ -30,8 +30,8 @@ _FROM_ZERO = (
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the names of the runs, or their folders if two runs have the same name."""
-    found = [run.cfg.name for run in runs]
-    return found if len(set(found)) == len(runs) else [str(run.folder) for run in runs]
+    names = [run.cfg.name for run in runs]
+    return names if len(set(names)) == len(runs) else [str(run.folder) for run in runs]
 
 
 def color(place: int) -> str:
@@ -85,19 +85,19 @@ def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
 
 def _accuracies(runs: Mapping[str, RunRecord]) -> Chart | None:
     """Draw the last evaluation of each run; None if no run has any."""
-    found = [
+    rows = [
         (name, run.summary.evaluations[-1][1], run.summary.evaluations[-1][2], color(place))
         for place, (name, run) in enumerate(runs.items())
         if run.summary and run.summary.evaluations
     ]
-    if not found:
+    if not rows:
         return None
-    return held_out.accuracies(found, "After each run; bars: 95 % intervals over problems.")
+    return held_out.accuracies(rows, "After each run; bars: 95 % intervals over problems.")
 
 
 def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tuple[str, str]]:
     """Return the difference of each run to the first one, in words."""
-    said = []
+    rows = []
     for name, one in zip(called[1:], evaluated[1:], strict=True):
         change = held_out.change(one.after, evaluated[0].after)
         words = f"against {called[0]}: no paired difference, because there are no scores of the same problems."
@@ -106,8 +106,8 @@ def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tu
                 f"against {called[0]}, paired by problem: {change} (95 %), {change.verdict}; {change.better} problems better, "
                 f"{change.worse} worse, {change.same} the same. What other seeds would change is not in the interval."
             )
-        said.append((name, words))
-    return said
+        rows.append((name, words))
+    return rows
 
 
 def _settings(configs: Sequence[Config]) -> list[tuple[str, ...]]:

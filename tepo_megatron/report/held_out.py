@@ -57,8 +57,8 @@ def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> "Paire
 
 def read_held_out(run: RunRecord) -> HeldOut:
     """Read summary.json and evaluation.jsonl. Missing files give empty results. Raises DataError for a malformed one."""
-    found = [] if run.summary is None else run.summary.evaluations
-    accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
+    evaluations = [] if run.summary is None else run.summary.evaluations
+    accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in evaluations]
     if not (run.folder / EVALUATION_FILE).exists():
         return HeldOut(accuracies, None, (), {})
     from tepo_megatron.evaluation.held_out import read_scores  # imports torch, which a run without evaluations does not need

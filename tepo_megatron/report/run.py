@@ -58,34 +58,34 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises DataError if no step was recorded or a file is malformed, ConfigError if config.yaml is malformed."""
-    found = read_steps(folder)
-    alerts = judge((record["step"], record) for record in found.records)
-    notes = (*(f"{METRICS_FILE}: {fault}." for fault in found.faults), *(f"{alert.message}." for alert in alerts))
+    steps = read_steps(folder)
+    alerts = judge((record["step"], record) for record in steps.records)
+    notes = (*(f"{METRICS_FILE}: {fault}." for fault in steps.faults), *(f"{alert.message}." for alert in alerts))
     notes += tuple(lost_samples(folder / "log.txt"))
     summary = read_summary(folder / "summary.json")
-    curves, evaluations = Curves.of(found.records), evaluations_of(found.evaluations)
+    curves, evaluations = Curves.of(steps.records), evaluations_of(steps.evaluations)
     return RunRecord(folder, load_config(folder / "config.yaml"), curves, summary, notes, evaluations)
 
 
 def evaluations_of(records: Sequence[Mapping[str, float | None]]) -> Evaluations:
     """Return the evaluations in their records, which are ascending by step."""
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    by_name: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
         for key, mean in record.items():
             prefix, _, kind = key.rpartition("/")
             if kind == "accuracy" and mean is not None:
                 row = int(record["step"] or 0), mean, record.get(f"{prefix}/standard_error") or 0.0
-                found.setdefault(prefix.removeprefix(EVALUATION), []).append(row)
-    return found
+                by_name.setdefault(prefix.removeprefix(EVALUATION), []).append(row)
+    return by_name
 
 
 def lost_samples(log: Path) -> list[str]:
     """Return a sentence on the samples that a run lost, with the first reason of each of the last steps that lost some."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    found = [line[match.start() :] for line in text.splitlines() if (match := _LOST.search(line))]
-    if not found:
+    losses = [line[match.start() :] for line in text.splitlines() if (match := _LOST.search(line))]
+    if not losses:
         return []
-    return [f"{len(found)} steps lost samples, which training left out. The last of them:", *found[-_SHOWN_LOSSES:]]
+    return [f"{len(losses)} steps lost samples, which training left out. The last of them:", *losses[-_SHOWN_LOSSES:]]
 
 
 def facts(run: RunRecord) -> tuple[str, ...]:
@@ -125,11 +125,11 @@ def read_summary(path: Path) -> Summary | None:
         row = json.loads(path.read_text())
         if "held_out_loss" in row:  # fine-tuning
             return Summary(row["steps"], row["seconds"], [])
-        found = [
+        evaluations = [
             (step, row[f"accuracy_{when}"], row["standard_error"][when] or 0.0)
             for step, when in ((0, "before"), (row["steps"], "after"))
             if row[f"accuracy_{when}"] is not None
         ]
-        return Summary(row["steps"], row["seconds"], found)
+        return Summary(row["steps"], row["seconds"], evaluations)
     except (json.JSONDecodeError, KeyError, TypeError) as e:
         raise DataError(f"{path}: not the summary of a run ({e!r}); remove it to draw the curves alone") from None

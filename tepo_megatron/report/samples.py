@@ -102,7 +102,7 @@ def _of_step(step: int, rollouts: "Sequence[Rollout]", tokenizer: "PreTrainedTok
     for title, rollout in chosen:
         titles.setdefault(id(rollout), []).append(title)
     by_id = {id(rollout): rollout for _, rollout in chosen}
-    return SampleGroup(f"step {step}", [sample_of(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
+    return SampleGroup(f"step {step}", [sample_of(", ".join(labels), by_id[key], tokenizer) for key, labels in titles.items()])
 
 
 def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -114,7 +114,7 @@ def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
         rows = sorted(record.scores(folder, step), key=lambda row: row[0])
         for prompt, group in itertools.groupby(rows, key=lambda row: row[0]):
             seen.setdefault(prompt, []).append((step, statistics.fmean(score for _, score in group)))
-    changes = {p: abs(found[-1][1] - found[0][1]) for p, found in seen.items() if len(found) > 1}
+    changes = {p: abs(scores[-1][1] - scores[0][1]) for p, scores in seen.items() if len(scores) > 1}
     return [(p, seen[p][0][0], seen[p][-1][0]) for p in sorted(changes, key=lambda p: -changes[p])[:MOST_CHANGED]]
 
 

@@ -44,13 +44,13 @@ def of_tokens(
     ):
         ids = [token for token, _ in group]
         if special and tokenizer is not None:
-            found = [TextSpan("special", str(tokenizer.convert_ids_to_tokens(token) or f"token {token}")) for token in ids]
+            spans = [TextSpan("special", str(tokenizer.convert_ids_to_tokens(token) or f"token {token}")) for token in ids]
         elif tokenizer is not None:
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            found = of_text(str(text), kind)
+            spans = of_text(str(text), kind)
         else:
-            found = [TextSpan(kind, " ".join(map(str, ids)) + " ")]
-        pieces[kind != "prompt"] += found
+            spans = [TextSpan(kind, " ".join(map(str, ids)) + " ")]
+        pieces[kind != "prompt"] += spans
     return pieces[0], pieces[1]
 
 

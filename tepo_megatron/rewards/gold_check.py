@@ -53,8 +53,8 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     if not open_:
         return bad, 0
     tried = asyncio.run(_try_each([gold for _, gold in open_], cfg, seconds))
-    found = {text: status for (text, _), status in zip(open_, tried, strict=False)}
-    bad |= {text: status for text, status in found.items() if status in ("bad_gold", "timeout", "died")}
+    statuses = {text: status for (text, _), status in zip(open_, tried, strict=False)}
+    bad |= {text: status for text, status in statuses.items() if status in ("bad_gold", "timeout", "died")}
     return bad, len(open_) - len(tried)
 
 

@@ -101,7 +101,7 @@ class JudgeTerm:
     async def _ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[str]:
         """Return `samples` answers to the question with these texts in it, of one request each. Raises RequestRefused."""
         entry = self._entry
-        quoted = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in fields.items()}
+        quoted = {name: _CONTROL.sub(lambda match: match[0] + " ", text) for name, text in fields.items()}
         messages = [{"role": role, "content": filled(template, quoted)} for role, template in entry.messages]
         body = {"model": entry.model, "messages": messages, "max_tokens": entry.max_tokens, "temperature": temperature}
         return list(await asyncio.gather(*(self._answer({**body, "seed": seed + i}) for i in range(samples))))
@@ -155,7 +155,7 @@ def _seed_of(fields: Mapping[str, str], seed: int) -> int:
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
     """Return the template with its fields filled in. Braces in the texts are text."""
-    return FIELD.sub(lambda found: fields[found[1]], template)
+    return FIELD.sub(lambda match: fields[match[1]], template)
 
 
 def _text(answer: HttpAnswer) -> str:

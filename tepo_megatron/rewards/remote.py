@@ -91,8 +91,8 @@ class GradingServer:
             return answer
         final = 400 <= answer.status < 500 and answer.status not in _PASSING
         moved = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
-        said = f"answered with {answer.status}{moved}: {excerpt(answer.text)}"
-        raise FailedAttempt(said, final=final, status=answer.status)
+        what = f"answered with {answer.status}{moved}: {excerpt(answer.text)}"
+        raise FailedAttempt(what, final=final, status=answer.status)
 
 
 def key_from(variable: str | None) -> str | None:
@@ -129,12 +129,12 @@ class HttpTerm:
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
         if not responses:
             return []
-        found = await self._server.post(
+        rewards = await self._server.post(
             lambda: self._payload(responses),
             ANSWER_BYTES + SAMPLE_BYTES * len(responses),
             lambda answer: _rewards(answer, len(responses)),
         )
-        return [Verdict(value, "graded") for value in found]
+        return [Verdict(value, "graded") for value in rewards]
 
     async def close(self) -> None:
         await self._server.close()
@@ -158,16 +158,16 @@ async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, s
 
 def _rewards(answer: HttpAnswer, samples: int) -> list[float]:
     try:
-        found = answer.json()["rewards"]
+        rewards = answer.json()["rewards"]
     except BadAnswer as e:
         raise FailedAttempt(f'answered with something other than {{"rewards": [...]}}: {e}') from None
     except (KeyError, TypeError, IndexError):
         raise FailedAttempt('answered with something other than {"rewards": [...]}') from None
-    if not isinstance(found, list) or len(found) != samples:
-        count = len(found) if isinstance(found, list) else "no list of"
+    if not isinstance(rewards, list) or len(rewards) != samples:
+        count = len(rewards) if isinstance(rewards, list) else "no list of"
         raise FailedAttempt(f"answered with {count} rewards for {samples} samples")
-    for i, value in enumerate(found):
+    for i, value in enumerate(rewards):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             shown = excerpt(str(value), 40)
             raise FailedAttempt(f"answered with {shown!r} as the reward of sample {i}, which is no finite number")
-    return [float(value) for value in found]
+    return [float(value) for value in rewards]

@@ -142,7 +142,7 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         samples = split_samples(rollouts)
         asked = [sample[-1] for sample in samples if not sample[-1].failure and sample[-1].status != "given"]
         grades = iter(await self._grade_all(asked) if asked else [])
-        found: dict[int, Rollout] = {}
+        by_id: dict[int, Rollout] = {}
         for sample in samples:
             last = sample[-1]
             if last.failure:
@@ -150,8 +150,8 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
             elif last.status != "given":
                 last = next(grades)
             same = {name: getattr(last, name) for name in ("reward", "score", "status", "terms")}
-            found |= {id(rollout): dataclasses.replace(rollout, **same) for rollout in sample}
-        return [found[id(rollout)] for rollout in rollouts]
+            by_id |= {id(rollout): dataclasses.replace(rollout, **same) for rollout in sample}
+        return [by_id[id(rollout)] for rollout in rollouts]
 
     async def _grade_all(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         responses = [Response(rollout, self._decode, self._in_workers) for rollout in rollouts]
@@ -162,6 +162,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
             reward = sum(weight * value for weight, value in terms)
             unsettled = [verdict.status for verdict in verdicts if verdict.status in UNSETTLED]
             status = (unsettled or [verdicts[0].status])[0]
-            found = dataclasses.replace(rollout, reward=reward, score=verdicts[0].value, status=status, terms=terms)
-            graded.append(found)
+            scored = dataclasses.replace(rollout, reward=reward, score=verdicts[0].value, status=status, terms=terms)
+            graded.append(scored)
         return graded

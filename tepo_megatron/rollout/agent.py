@@ -175,12 +175,12 @@ class AgentSample:
         return self._new_sequence(self._chat.start(request.messages, request.tools))
 
     def _new_sequence(self, context: Sequence[int]) -> Conversation:
-        left = len(self.prompt.token_ids) + self.sampling.max_tokens - len(context)
-        if left < 1 or not context:
+        remaining = len(self.prompt.token_ids) + self.sampling.max_tokens - len(context)
+        if remaining < 1 or not context:
             self._no_tokens(f"a context of {len(context)} tokens leaves none to the model")
         prompt = replace(self.prompt, token_ids=tuple(context))
         seed = derive_seed(self._seed, "sequence", len(self._sequences))
-        self._sequences.append(self._begin(prompt, replace(self.sampling, max_tokens=left), seed))
+        self._sequences.append(self._begin(prompt, replace(self.sampling, max_tokens=remaining), seed))
         return self._sequences[-1]
 
     def _answer(

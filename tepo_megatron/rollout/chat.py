@@ -69,9 +69,9 @@ def form_of(template: str | None) -> ToolForm:
     return next((form for form in FORMS if template is not None and form.mark in template), HERMES)
 
 
-def _call(found: Any) -> ToolCall:
-    name = found["name"]
-    arguments = found["arguments"] if "arguments" in found else found.get("parameters", {})
+def _call(parsed: Any) -> ToolCall:
+    name = parsed["name"]
+    arguments = parsed["arguments"] if "arguments" in parsed else parsed.get("parameters", {})
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         raise ValueError(f"no name or no arguments: {name!r}")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
@@ -125,8 +125,8 @@ def _typed(value: str, kind: Any) -> Any:
 def _llama(text: str, tools: Sequence[Any]) -> Iterator[ToolCall]:
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
-        found, end = decoder.raw_decode(text, start)
-        yield _call(found)
+        parsed, end = decoder.raw_decode(text, start)
+        yield _call(parsed)
         start = text.find("{", end)
 
 
@@ -218,12 +218,12 @@ class ChatFormat:
         if not tools:
             return {"role": "assistant", "content": text}
         written = self._with_special_tokens(ids).removesuffix(self._end) if self._form.special else text
-        before_calls, found = self._form.split(written, tools)
-        if not found:
+        before_calls, tool_calls = self._form.split(written, tools)
+        if not tool_calls:
             return {"role": "assistant", "content": text}
         calls = [
             {"id": self._call_id(before, i, ids), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for i, c in enumerate(found)
+            for i, c in enumerate(tool_calls)
         ]
         return {"role": "assistant", "content": before_calls or None, "tool_calls": calls}
 
@@ -233,13 +233,13 @@ class ChatFormat:
 
     def stop_ids(self, stops: Sequence[str]) -> dict[int, str]:
         """Return the token of each stop string. Raise ValueError for one that is not one token."""
-        found = {}
+        single = {}
         for stop in stops:
             ids = list(self.encode(stop))
             if len(ids) != 1:
                 raise ValueError(f"stop={stop!r}: only a string of one token can end a turn, and this one has {len(ids)}")
-            found[ids[0]] = stop
-        return found
+            single[ids[0]] = stop
+        return single
 
     def _with_special_tokens(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -288,11 +288,11 @@ class ChatFormat:
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
     """Return a digest of the first k messages for each k from 1, equal for what a client got and what it sends back."""
-    state, found = hashlib.blake2b(_encode(list(tools)).encode()).digest(), []
+    state, states = hashlib.blake2b(_encode(list(tools)).encode()).digest(), []
     for message in messages:
         state = digest_with(state, message)
-        found.append(state)
-    return found
+        states.append(state)
+    return states
 
 
 def digest_with(digest: bytes, message: Message) -> bytes:

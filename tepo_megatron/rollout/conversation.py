@@ -187,11 +187,11 @@ class Conversation:
         else:
             messages = [*earlier, last, {"role": "user", "content": text}]
         token_ids = tuple(chat.start(messages, ()))
-        left = self.tokens_left + len(self.prompt.token_ids) - len(token_ids)
-        if left < 1:
+        remaining = self.tokens_left + len(self.prompt.token_ids) - len(token_ids)
+        if remaining < 1:
             self._spent(f"a prompt of {len(token_ids)} tokens leaves none to the model")
         self.prompt = replace(self.prompt, token_ids=token_ids, messages=messages)
-        self._sampling = replace(self._sampling, max_tokens=left)
+        self._sampling = replace(self._sampling, max_tokens=remaining)
         self._token_ids, self._mask, self._logprobs = [], [], []
         self._add(token_ids, False, [0.0] * len(token_ids))
 

@@ -38,13 +38,14 @@ _TURN_SECONDS = 0.01  # not a limit: of one turn, longer where that loop is busy
 
 def load_function(spec: str) -> UserFunction:
     """Load the async function that `rollout.function`, "path/to/file.py:name", names. The file is executed."""
-    found, key = user_file.load(spec, "rollout.function", "an async function"), f"rollout.function={spec}"
-    if not inspect.iscoroutinefunction(found.value):
+    function, key = user_file.load(spec, "rollout.function", "an async function"), f"rollout.function={spec}"
+    if not inspect.iscoroutinefunction(function.value):
         raise ConfigError(
-            f"{key}: {found.name} is no async function; write `async def {found.name}(conversation: Conversation) -> None`"
+            f"{key}: {function.name} is no async function; "
+            f"write `async def {function.name}(conversation: Conversation) -> None`"
         )
-    user_file.check_takes(found, key, 1, "a conversation")
-    return found
+    user_file.check_takes(function, key, 1, "a conversation")
+    return function
 
 
 @contextmanager
@@ -188,34 +189,34 @@ class CustomRollouts:
             return await self._in_place(prompt, sampling, seed, sample)
 
     async def _in_place(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
-        with self._opened(prompt, sampling, seed) as (made, argument):
-            returned, failure = await self._call(made, argument)
-            if made.failure is not None:  # the function caught the error and went on
-                raise made.failure
-            failure = made.exceeded or failure
-            if not failure and not made.turns:
+        with self._opened(prompt, sampling, seed) as (session, argument):
+            returned, failure = await self._call(session, argument)
+            if session.failure is not None:  # the function caught the error and went on
+                raise session.failure
+            failure = session.exceeded or failure
+            if not failure and not session.turns:
                 failure = (
                     "it ended before the model wrote anything; let the model write at least one turn, and append less before "
                     f"it than rollout.max_response_tokens={sampling.max_tokens}"
                 )
             if not failure:
                 try:
-                    return self._finished(made, returned, sample)
+                    return self._finished(session, returned, sample)
                 except RuntimeError as e:
                     failure = f"it returned too early: {e}"
         return [lost_sample(prompt, sample, f"{self._what(prompt, sample)} failed: {failure}")]
 
-    async def _call(self, made: Conversation | AgentSample, argument: object) -> tuple[object, str]:
+    async def _call(self, session: Conversation | AgentSample, argument: object) -> tuple[object, str]:
         """Return what the function returned, and why the sample is lost; empty if it is not."""
 
         async def call() -> object:
             returned = await self._function.value(argument)
-            turns = made.turns
-            for _ in range(_HANG_UP_TURNS if isinstance(made, AgentSample) else 0):
-                if not made.running:
+            turns = session.turns
+            for _ in range(_HANG_UP_TURNS if isinstance(session, AgentSample) else 0):
+                if not session.running:
                     break
                 await asyncio.wrap_future(self._server.submit(asyncio.sleep(_TURN_SECONDS)))
-            if made.running or made.turns > turns:
+            if session.running or session.turns > turns:
                 raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
             return returned
 
@@ -227,11 +228,11 @@ class CustomRollouts:
             return None, str(e)
         except BaseException as e:  # SystemExit would end the event loop and leave its callers waiting
             cause = _first(e)
-            if isinstance(cause, OutOfTokens) or (isinstance(made, AgentSample) and made.out_of_tokens):
+            if isinstance(cause, OutOfTokens) or (isinstance(session, AgentSample) and session.out_of_tokens):
                 return None, ""
             return None, user_file.describe_error(cause, self._function.file)
-        given = isinstance(returned, int | float) and math.isfinite(returned)
-        if returned is None or given:
+        is_reward = isinstance(returned, int | float) and math.isfinite(returned)
+        if returned is None or is_reward:
             return returned, ""
         return None, f"it returned {returned!r:.80}; it must return nothing, or the reward as a finite number"
 
@@ -239,13 +240,13 @@ class CustomRollouts:
         """Run the file once more: clients and locks at its top belong to the event loop in which they were used."""
         self._function = replace(self._function, value=self._function.again())
 
-    def _finished(self, made: Conversation | AgentSample, returned: object, sample: int) -> list[Rollout]:
-        if isinstance(made, AgentSample):
-            rollouts = made.finish()
-            self._counts.update(made.counts)
-            self.total_counts.update(made.counts)
+    def _finished(self, session: Conversation | AgentSample, returned: object, sample: int) -> list[Rollout]:
+        if isinstance(session, AgentSample):
+            rollouts = session.finish()
+            self._counts.update(session.counts)
+            self.total_counts.update(session.counts)
         else:
-            rollouts = [made.finish()]
+            rollouts = [session.finish()]
         if len(rollouts) > 1:
             rollouts = [replace(rollout, sample=sample) for rollout in rollouts]
         if isinstance(returned, int | float):
@@ -263,11 +264,11 @@ class CustomRollouts:
             conversation.close()
             return
         assert self.gateway is not None
-        made = AgentSample(
+        agent = AgentSample(
             prompt, sampling, seed, sample_turn=self._sample_turn, chat=self._chat, mixed=self._mixed, limits=self._limits
         )
-        with self.gateway.open_sample(made) as task:
-            yield made, task
+        with self.gateway.open_sample(agent) as task:
+            yield agent, task
 
     async def _sample_turn(self, context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
         (rollout,) = await self._sampler.sample(context, sampling, seed)

@@ -112,17 +112,17 @@ def read_history(run_dir: Path) -> History:
         raise DataError(
             f"{path}: cannot read the decisions ({e.strerror}); the run was made by a version without them"
         ) from None
-    found, damaged = History(), None
+    history, damaged = History(), None
     for line in lines:
         step = None if line.value is None else line.value.get("step")
         if line.value is None or not isinstance(step, int) or isinstance(step, bool):
-            found.faults.append(f"line {line.number} cannot be read: {line.fault or 'it has no step'}")
-            damaged = found.faults[-1] if b'"start"' in line.raw else damaged
+            history.faults.append(f"line {line.number} cannot be read: {line.fault or 'it has no step'}")
+            damaged = history.faults[-1] if b'"start"' in line.raw else damaged
         elif isinstance(config := line.value.get("start"), dict):
-            found.starts = [(after, former) for after, former in found.starts if after < step] + [(step, config)]
-            found.steps = {number: line for number, line in found.steps.items() if number <= step}
+            history.starts = [(after, former) for after, former in history.starts if after < step] + [(step, config)]
+            history.steps = {number: line for number, line in history.steps.items() if number <= step}
             damaged = None  # that start was killed before its first step
         else:
-            found.steps[step] = line.value
-            found.lost_start = found.lost_start or damaged
-    return found
+            history.steps[step] = line.value
+            history.lost_start = history.lost_start or damaged
+    return history

@@ -73,8 +73,8 @@ class Gateway:
     def _sample_of(self, request: web.Request) -> AgentSample | None:
         """Return the sample of a request with the right key; None for any other, whether the sample exists or not."""
         key, sample = self._samples.get(request.match_info["sample"], (secrets.token_hex(24), None))
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        return sample if hmac.compare_digest(given, f"Bearer {key}".encode()) else None
+        authorization = request.headers.get("Authorization", "").encode(errors="replace")
+        return sample if hmac.compare_digest(authorization, f"Bearer {key}".encode()) else None
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if self._sample_of(request) is None:

@@ -62,16 +62,18 @@ def set_aside(folder: Path, after: int) -> list[str]:
 
 def faults(folder: Path, last: int) -> list[str]:
     """Return why the recordings of the steps up to `last` cannot be replayed, one sentence each. Tokens are not read."""
-    said, present = [], set(steps(folder))
+    sentences, present = [], set(steps(folder))
     if missing := [step for step in range(1, last + 1) if step not in present]:
-        said.append(f"{folder.name}: no recording of step {', '.join(map(str, missing[:5]))}{', ...' * (len(missing) > 5)}")
+        sentences.append(
+            f"{folder.name}: no recording of step {', '.join(map(str, missing[:5]))}{', ...' * (len(missing) > 5)}"
+        )
     for step in sorted(present):
         if step <= last:
             try:
                 scores(folder, step)
             except DataError as e:
-                said.append(str(e))
-    return said
+                sentences.append(str(e))
+    return sentences
 
 
 def steps(folder: Path) -> list[int]:
@@ -82,8 +84,8 @@ def steps(folder: Path) -> list[int]:
 
 def scores(folder: Path, step: int) -> list[tuple[int, float]]:
     """Return (prompt id, score) of each rollout, without reading the tokens, which may be gigabytes."""
-    prompts, found = (column(folder, step, name) for name in ("prompt_id", "score"))
-    return list(zip(map(int, prompts), found, strict=True))
+    prompts, values = (column(folder, step, name) for name in ("prompt_id", "score"))
+    return list(zip(map(int, prompts), values, strict=True))
 
 
 def column(folder: Path, step: int, name: str) -> list[float]:

@@ -94,8 +94,8 @@ class BatchMemory:
         lengths = tuple(r.token_ids_L.numel() for r in rollouts)
         (file, path), (experts_file, experts_path) = new_file(), new_file() if shape is not None else (-1, "")
         self._files[path] = [descriptor for descriptor in (file, experts_file) if descriptor >= 0]
-        given = [r.sampling_mask for r in rollouts if r.sampling_mask is not None]
-        masks = SamplingMask.cat(given if len(given) == len(rollouts) else [])
+        present = [r.sampling_mask for r in rollouts if r.sampling_mask is not None]
+        masks = SamplingMask.cat(present if len(present) == len(rollouts) else [])
         sizes = (masks.counts_N.numel(), masks.ids_M.numel())
         numbers = tuple(range(len(rollouts)) if ids is None else ids)
         header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds, sizes, numbers, is_last)
@@ -129,12 +129,12 @@ def map_file(file: int, nbytes: int) -> mmap.mmap:
 
 def token_arrays(header: BatchHeader, memory: mmap.mmap) -> dict[str, Tensor]:
     """Return the flat arrays in the mapped tokens' file, by field of `Rollout` or `SamplingMask`; they share its memory."""
-    found, offset, masks = {}, 0, dict(zip(_MASKS, header.masks, strict=True))
+    arrays, offset, masks = {}, 0, dict(zip(_MASKS, header.masks, strict=True))
     for name, dtype in {**_MASKS, **_TOKEN_FIELDS}.items():  # the wider integers first, so that all are aligned
         tokens = masks.get(name, header.tokens)
-        found[name] = torch.from_numpy(np.frombuffer(memory, dtype, tokens, offset))
+        arrays[name] = torch.from_numpy(np.frombuffer(memory, dtype, tokens, offset))
         offset += tokens * dtype.itemsize
-    return found
+    return arrays
 
 
 def experts_of(header: BatchHeader, memory: mmap.mmap) -> Tensor:

@@ -103,20 +103,20 @@ def _check_stream(objective: Objective, stream: str) -> None:
 
 
 def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) -> int:
-    given = cfg.max_generation_rounds
-    if objective.dynamic_sampling and given is None and not cfg.filter_uniform_groups:
+    rounds = cfg.max_generation_rounds
+    if objective.dynamic_sampling and rounds is None and not cfg.filter_uniform_groups:
         raise ConfigError(
             f"objective {name} samples dynamically: it replaces the groups that rollout.filter_uniform_groups=false keeps; set "
             f"that to true, or rollout.max_generation_rounds=1"
         )
-    if given is not None and given > 1 and not cfg.filter_uniform_groups:
+    if rounds is not None and rounds > 1 and not cfg.filter_uniform_groups:
         raise ConfigError(
-            f"rollout.max_generation_rounds={given} has no effect with rollout.filter_uniform_groups=false, which drops no "
+            f"rollout.max_generation_rounds={rounds} has no effect with rollout.filter_uniform_groups=false, which drops no "
             f"group; change one of them"
         )
-    if given is None:
+    if rounds is None:
         return DYNAMIC_SAMPLING_ROUNDS if objective.dynamic_sampling else 1
-    return given
+    return rounds
 
 
 def _overlong(reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:

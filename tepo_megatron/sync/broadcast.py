@@ -200,10 +200,10 @@ class GroupTransport:
     def _take_keys(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are in the store, and remove those that are."""
         assert self._store is not None
-        there = [key for key in keys if self._store.check([key])]
-        for key in there:
+        present = [key for key in keys if self._store.check([key])]
+        for key in present:
             self._store.delete_key(key)
-        return len(there) == len(keys)
+        return len(present) == len(keys)
 
     def _next_spec(self) -> GroupSpec | None:
         """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""

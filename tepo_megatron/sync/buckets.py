@@ -66,8 +66,8 @@ class BucketPlan:
         """Return the Hugging Face names that this rank leaves out when it sends `only` these; [] for None, which sends all."""
         if only is None or not self.mine or self._groups.tp.rank:
             return []
-        there = {b.name for b in only}
-        kept = [b for b in self.sent if b.name not in there]
+        chosen = {b.name for b in only}
+        kept = [b for b in self.sent if b.name not in chosen]
         if self._in_fp8:
             return [name for b in kept for name, _ in self._shapes(b)]
         return [name for b in kept for name in b.hf_names]

@@ -63,24 +63,24 @@ class RelayTransport(stores.StoredTransport):
     @classmethod
     def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "RelayTransport":
         """Return a transport whose folder is made on every machine, and whose routes have their process groups."""
-        made = cls(cfg, plan, groups, receiver)
+        transport = cls(cfg, plan, groups, receiver)
         with plan.raise_on_all_ranks() as replies:
             replies.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
-        made.machines = group_by_memory([memory for memory, _ in replies.all])
-        made.folder = stores.SHARED_MEMORY / replies.all[0][1]
+        transport.machines = group_by_memory([memory for memory, _ in replies.all])
+        transport.folder = stores.SHARED_MEMORY / replies.all[0][1]
         try:
             with plan.raise_on_all_ranks() as replies:
-                if groups.rank in (ranks[0] for ranks in made.machines):
-                    made._owned = _make(made.folder)
-                replies.mine = made.folder
-            made._shared_folder = replies.all[0]
+                if groups.rank in (ranks[0] for ranks in transport.machines):
+                    transport._owned = _make(transport.folder)
+                replies.mine = transport.folder
+            transport._shared_folder = replies.all[0]
             with plan.raise_on_all_ranks():
-                _check_seen(made.folder)
+                _check_seen(transport.folder)
         except BaseException:
-            made.close()
+            transport.close()
             raise
-        made._routes = _routes(plan.senders, made.machines, groups.limit)
-        return made
+        transport._routes = _routes(plan.senders, transport.machines, groups.limit)
+        return transport
 
     def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
@@ -115,8 +115,8 @@ class RelayTransport(stores.StoredTransport):
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
         self._written.append((bucket.number, self.folder / name))
         try:
-            there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
-            stores.write_file(there, self.folder / name, bucket.checksums)
+            on_host = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
+            stores.write_file(on_host, self.folder / name, bucket.checksums)
         except ValueError as e:
             raise SyncError(f"on {socket.gethostname()}: {e}") from None
         except CheckpointError as e:
@@ -191,13 +191,13 @@ def memory_identity(root: Path) -> tuple[str, int, int]:
     except OSError:
         boot = socket.gethostname()
     try:
-        found = os.stat(root)
+        status = os.stat(root)
     except OSError as e:
         raise ConfigError(
             f"{root} on {socket.gethostname()}: {e.strerror}; weights for servers of several machines lie there: give the "
             "machine one, or set sync.transport.folder to a folder that all machines share"
         ) from None
-    return boot, found.st_dev, found.st_ino
+    return boot, status.st_dev, status.st_ino
 
 
 def _make(folder: Path) -> scratch.PrivateFolder:

@@ -84,24 +84,24 @@ class FileTransport(StoredTransport):
     @classmethod
     def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "FileTransport":
         """Return a transport whose folder rank 0 has made."""
-        made = cls(cfg, plan, groups, receiver)
+        transport = cls(cfg, plan, groups, receiver)
         if groups.is_main:
-            made._owned = scratch.PrivateFolder(*make_folder(cfg.shared_folder))
-            made.folder = made._owned.path
-        made.folder = broadcast_object(made.folder, groups.host)
-        return made
+            transport._owned = scratch.PrivateFolder(*make_folder(cfg.shared_folder))
+            transport.folder = transport._owned.path
+        transport.folder = broadcast_object(transport.folder, groups.host)
+        return transport
 
     def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         if self._staging is None:
-            there = {name: on_host(t) for name, t in tensors}
+            staged = {name: on_host(t) for name, t in tensors}
         else:
-            there = self._staging.copy(tensors)
-        if not there:
+            staged = self._staging.copy(tensors)
+        if not staged:
             return None
         path = self.folder / self.file_name(version, number, self._owner)
-        checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
-        write_file(there, path, checksums, for_others=self._for_others)
-        return StagedBucket(path, checksums, sum(t.nbytes for t in there.values()))
+        checksums = {name: crc32(t) for name, t in staged.items()} if checked else {}
+        write_file(staged, path, checksums, for_others=self._for_others)
+        return StagedBucket(path, checksums, sum(t.nbytes for t in staged.values()))
 
     def _release(self, sources: Sequence[Source]) -> None:
         """Delete files that the engine has read, so that two rounds lie in the folder at most."""
@@ -176,16 +176,16 @@ class PinnedStaging:
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors on the host, by name. They are valid until the next call. Waits once, for all copies."""
         row = self._arena.pieces([self._nbytes])[0]
-        there: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         end = 0
         for name, tensor in tensors:
             start = -(-end // tensor.element_size()) * tensor.element_size()
             end = start + tensor.nbytes
-            there[name] = row[start:end].view(tensor.dtype).view(tensor.shape)
-            there[name].copy_(tensor.detach(), non_blocking=True)
+            copies[name] = row[start:end].view(tensor.dtype).view(tensor.shape)
+            copies[name].copy_(tensor.detach(), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return there
+        return copies
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -188,8 +188,8 @@ class WeightsGate:
             sums.index_add_(0, owner_N, diff_N)
         totals = self._groups.broadcast_from_last_stage(sums).tolist()
         tokens = torch.zeros(len(sources), dtype=torch.int64).index_add_(0, *counts).tolist()
-        found = {s: LogprobDifference(total, n) for s, total, n in zip(sources, totals, tokens, strict=True)}
-        return {source: difference for source, difference in found.items() if source[0] == version and difference.tokens}
+        by_source = {s: LogprobDifference(total, n) for s, total, n in zip(sources, totals, tokens, strict=True)}
+        return {source: difference for source, difference in by_source.items() if source[0] == version and difference.tokens}
 
     def _judge(self, compared: Mapping[Source, LogprobDifference]) -> None:
         """Add to the step's differences. Raise SyncError if one server, or all together, differ too much."""
@@ -214,13 +214,13 @@ class WeightsGate:
 def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
     """Return (response tokens, source) of each part of a sequence that one version on one server sampled, in order."""
     versions, servers = dict(rollout.later_versions), dict(rollout.servers)
-    version, server, found = rollout.policy_version, "", []
+    version, server, parts = rollout.policy_version, "", []
     bounds = [*sorted({0, *versions, *servers}), rollout.token_ids_L.numel()]
     for start, end in itertools.pairwise(bounds):
         version, server = versions.get(start, version), servers.get(start, server)
         if tokens := int(rollout.response_mask_L[start:end].sum()):
-            found.append((tokens, (version, server)))
-    return found
+            parts.append((tokens, (version, server)))
+    return parts
 
 
 def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -> list[int]:
@@ -229,14 +229,14 @@ def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -
     `most_tokens`: token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
     """
     counted: dict[str, int] = {}
-    found = []
+    places = []
     for place, rollout in enumerate(rollouts):
         of_it = [(tokens, server) for tokens, (its, server) in pieces(rollout) if its == version]
         if any(most_tokens is None or counted.get(server, 0) < most_tokens for _, server in of_it):
-            found.append(place)
+            places.append(place)
             for tokens, server in of_it:
                 counted[server] = counted.get(server, 0) + tokens
-    return found
+    return places
 
 
 def _layout(rollouts: Sequence[Rollout]) -> tuple[list[Source], tuple[Tensor, Tensor]]:

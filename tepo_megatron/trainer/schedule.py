@@ -61,11 +61,11 @@ def starting_point(
     """
     if not broadcast_object(resumes, groups.host):
         return StartingPoint(0, lacks_evaluation=True, kept=None)
-    found = checkpoints.newest()
-    state = None if found is None else checkpoints.load(found, actor)
+    newest = checkpoints.newest()
+    state = None if newest is None else checkpoints.load(newest, actor)
     if state is not None:
         actor.noise_floor = state["noise_floor"]
-    passed_over = [] if found is None else found.passed_over
+    passed_over = [] if newest is None else newest.passed_over
     kept = broadcast_result(lambda: driver.resume(state, passed_over), groups.host)
     if state is None:
         return StartingPoint(0, lacks_evaluation=True, kept=kept)

@@ -70,8 +70,8 @@ def leave_message(message: str, expected: bool, restarts: bool) -> None:
     try:
         if (path := os.environ.get(ERROR_FILE)) is not None:
             # the monotonic clock is the same for all processes of a machine, and nobody sets it
-            left = {"message": message, "expected": expected, "restarts": restarts, "time": time.monotonic()}
-            replace_file(Path(path), json.dumps(left).encode(), durable=False)
+            content = {"message": message, "expected": expected, "restarts": restarts, "time": time.monotonic()}
+            replace_file(Path(path), json.dumps(content).encode(), durable=False)
             return
     except OSError:  # for example because the disk for temporary files is full
         pass

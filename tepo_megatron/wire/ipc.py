@@ -122,8 +122,8 @@ def _open_host_buffer(handle: BufferHandle) -> Tensor:
 def _open_device_buffer(handle: BufferHandle, device: torch.device) -> Tensor:
     """Open a buffer that lies on the same GPU as `device` or on one whose memory it reaches (peer access)."""
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    there = seen.get(handle.gpu)
-    if device.type != "cuda" or there is None or not (there == _index(device) or _reaches(_index(device), there)):
+    own_index = seen.get(handle.gpu)
+    if device.type != "cuda" or own_index is None or not (own_index == _index(device) or _reaches(_index(device), own_index)):
         raise ValueError(
             f"the weights lie on the GPU {handle.gpu}, which {device} does not reach (visible: {', '.join(seen) or 'none'}); "
             "use sync.transport=group"

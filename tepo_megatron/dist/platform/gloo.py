@@ -56,9 +56,9 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_scatter_tensor
 
 
-def _copy(output: Tensor, given: Tensor) -> None:
-    if output.data_ptr() != given.data_ptr():
-        output.copy_(given.view_as(output))
+def _copy(output: Tensor, source: Tensor) -> None:
+    if output.data_ptr() != source.data_ptr():
+        output.copy_(source.view_as(output))
 
 
 def _are_equal(tensors: list[Tensor]) -> bool:

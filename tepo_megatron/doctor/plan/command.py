@@ -266,8 +266,8 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
         run = read_run(path, its_cfg.rollout.samples_per_prompt)
         recorded = replace(request, run=None, prompt=run.prompt, response=run.response, dropped=run.dropped)
         corrected = calibrated(predictor_of(its_cfg, recorded), run)
-        given = {name: getattr(request, name) for name in ("prompt", "response", "dropped")}
-        asked = replace(recorded, **{name: value for name, value in given.items() if value is not None})
+        lengths = {name: getattr(request, name) for name in ("prompt", "response", "dropped")}
+        asked = replace(recorded, **{name: value for name, value in lengths.items() if value is not None})
         return replace(predictor_of(cfg, asked), factors=corrected.factors, beyond=corrected.beyond)
     family, arch = read_model(cfg.model.path)
     packed: Attention = "sdpa" if cfg.model.precision == "fp32" else "packed"
@@ -289,12 +289,12 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     """
     cfg, gpu, work = predictor.cfg, predictor.gpu, predictor.workload
     gpus = request.gpus or predictor.placement.gpus
-    given = judge(predictor)
-    why = given.why
+    candidate = judge(predictor)
+    why = candidate.why
     if not why and predictor.placement.gpus > gpus:
         why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
     tell(f"{cfg.model.path}, {cfg.model.precision}, on {gpus} {gpu.name}; trainer and engine {predictor.placement.kind}")
-    tell(f"given: {given.name}")
+    tell(f"given: {candidate.name}")
     assumed = "given" if request.prompt and request.response else "recorded" if request.run else "assumed"
     tell(f"{assumed}: prompts of {work.prompt} tokens, responses of {work.response} on average, {work.longest} at most")
     if work.dropped:
@@ -308,26 +308,26 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
             tell(f"not counted: the GPUs and the seconds of the judge reward.terms[{number}] ({term.model})")
     if cfg.rollout.function is not None:
         tell(f"not counted: what rollout.function={cfg.rollout.function} takes besides sampling")
-    if given.states:
-        tell("\n" + "\n".join(memory_lines(given, gpu)))
+    if candidate.states:
+        tell("\n" + "\n".join(memory_lines(candidate, gpu)))
         for name, size in host_bytes(cfg, predictor.model, work.response).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
-    if given.step is not None:
-        tell("\n" + "\n".join(time_lines(predictor, given.step)))
+    if candidate.step is not None:
+        tell("\n" + "\n".join(time_lines(predictor, candidate.step)))
     result = search(predictor, gpus)
     tell("\n" + "\n".join(search_lines(result, gpus)))
     if request.json_file is not None:
-        request.json_file.write_text(json.dumps(as_json(predictor, given, result, gpus), indent=1))
+        request.json_file.write_text(json.dumps(as_json(predictor, candidate, result, gpus), indent=1))
     if why:
-        tell("\n" + refusal(given, why))
+        tell("\n" + refusal(candidate, why))
     return int(bool(why))
 
 
-def refusal(given: LayoutCandidate, why: str) -> str:
+def refusal(candidate: LayoutCandidate, why: str) -> str:
     """Return why a layout does not fit, with the largest part of its memory and the fix."""
-    if not given.states:
+    if not candidate.states:
         return f"does not fit: {why}"
-    state = given.fullest
+    state = candidate.fullest
     largest = state.largest
     fix = _FIXES.get(largest, "use more GPUs")
     return f"does not fit: {why}; the greatest part is {largest}, {state.parts[largest] / GIB:.1f} GiB: {fix}"

@@ -103,8 +103,8 @@ class TrainerMemory:
 
     def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
-        found = [self._stage(rank, assumed) for rank in range(self.parallel.pp)]
-        return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
+        stages = [self._stage(rank, assumed) for rank in range(self.parallel.pp)]
+        return MemoryState("train", max(stages, key=lambda parts: sum(parts.values())))
 
     def held(self, rank: int, dp_cp_rank: int = 0) -> HeldElements:
         """Return the elements that a rank holds."""
@@ -264,8 +264,8 @@ def _host_bytes_of(
         parts["weights and optimizer while the engine has the GPU"] = offload_bytes(held, dtype, adam)
     if checkpoint.every and checkpoint.asynchronous:
         parts["checkpoint that is being written"] = arena_bytes([checkpoint_bytes(held, dtype)])
-    found = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)
-    weights = arena_bytes([p.elements * model.element for p in found])
+    shards = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)
+    weights = arena_bytes([p.elements * model.element for p in shards])
     if reference:
         parts["reference policy"] = weights
     if rollout.max_staleness or trainer.training.streams:

@@ -163,9 +163,9 @@ def held(
     whole = parallel.dp * parallel.cp
     per_rank = [HeldElements()] * whole
     for stage in stages(arch, parallel, pp_rank):
-        found = list(chunk_parameters(rows, arch, parallel, stage))
+        chunk = list(chunk_parameters(rows, arch, parallel, stage))
         for expert, ranks in ((False, whole), (True, whole // parallel.ep)):
-            sizes = tuple((p.elements, p.alone) for p in found if p.expert == expert)
+            sizes = tuple((p.elements, p.alone) for p in chunk if p.expert == expert)
             if not sizes:
                 continue
             buffer, shards = _buffer(sizes, ranks)
@@ -184,8 +184,8 @@ def linear_parameters(
     total = 0
     for stage in stages(arch, parallel, pp_rank):
         layers = tuple(layer for layer in stage.layers if ends[0] <= layer < arch.num_layers - ends[1])
-        found = chunk_parameters(rows, arch, parallel, ModelChunk(layers, False, False))
-        total += sum(p.elements for p in found if p.name.endswith(_LINEAR))
+        shards = chunk_parameters(rows, arch, parallel, ModelChunk(layers, False, False))
+        total += sum(p.elements for p in shards if p.name.endswith(_LINEAR))
     return total
 
 
@@ -195,8 +195,8 @@ def total_parameters(rows: tuple[WeightMapping, ...], arch: Architecture) -> int
     alone = ParallelConfig()
     padding = padded_vocab_size(arch.vocab_size, 1) - arch.vocab_size
     tables = 1 if arch.tied_embeddings else 2
-    found = chunk_parameters(rows, arch, alone, stages(arch, alone, 0)[0])
-    return sum(p.elements for p in found) - tables * padding * arch.hidden_size
+    shards = chunk_parameters(rows, arch, alone, stages(arch, alone, 0)[0])
+    return sum(p.elements for p in shards) - tables * padding * arch.hidden_size
 
 
 def _place(row: WeightMapping) -> int:

@@ -58,12 +58,12 @@ def judge(predictor: Predictor) -> LayoutCandidate:
         return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
         return LayoutCandidate(cfg, why=fault)
-    found = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.assumed))
-    layout = LayoutCandidate(cfg, found)
+    memory = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.assumed))
+    layout = LayoutCandidate(cfg, memory)
     over = layout.fullest.total - gpu.memory
     if over > 0:
         return replace(layout, why=f"{over / GIB:.1f} GiB too much to {layout.fullest.name}")
-    cache = next((s.parts["KV cache"] for s in found if "KV cache" in s.parts), 0.0)
+    cache = next((s.parts["KV cache"] for s in memory if "KV cache" in s.parts), 0.0)
     server_tp = cfg.rollout.server.tp
     needed = cfg.served_tokens * kv_bytes(model.arch, server_tp) + sequence_state_bytes(model.arch, server_tp)
     if cache < needed:

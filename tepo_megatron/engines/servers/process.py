@@ -223,7 +223,7 @@ class ServerProcess:
             return ""
         kept = [line for line in written if line.strip() and not _NOISE.search(line)]
         tail = kept[-LOG_LINES:]
-        causes = {found[0]: None for line in kept[:-LOG_LINES] if (found := _ERROR.search(line))}
+        causes = {match[0]: None for line in kept[:-LOG_LINES] if (match := _ERROR.search(line))}
         earlier = [cause for cause in causes if not any(cause in line for line in tail)][-LOG_CAUSES:]
         return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
 

@@ -98,7 +98,7 @@ class RoutedSampler:
     async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
-            made = tracer.clock()
+            begun = tracer.clock()
             member, incarnation = await self._pool.acquire(avoid)
             answers, sent = None, tracer.clock()
             try:
@@ -121,7 +121,7 @@ class RoutedSampler:
                 else:
                     member.delivered()
                     member.endpoint.response_tokens += sum(rollout.response_length for rollout in rollouts)
-                    add_request(asks, member.endpoint.name, (made, sent, answered, tracer.clock()))
+                    add_request(asks, member.endpoint.name, (begun, sent, answered, tracer.clock()))
                     return rollouts
             avoid = member.endpoint
             if attempt < ATTEMPTS:

@@ -141,18 +141,18 @@ class Family:
         text = hf_config.get(self.text_config)
         if not isinstance(text, Mapping):
             raise ConversionError(f"config.json: {self.text_config} is missing; the {self.name} family needs it")
-        tied, given = "tie_word_embeddings", {k: v for k, v in hf_config.items() if k != self.text_config}
-        for name in sorted(given.keys() - _NO_EFFECT - self.outer_fields - {"architectures", tied}):
+        tied, outer = "tie_word_embeddings", {k: v for k, v in hf_config.items() if k != self.text_config}
+        for name in sorted(outer.keys() - _NO_EFFECT - self.outer_fields - {"architectures", tied}):
             raise ConversionError(
                 f"config.json: field {name} is not known next to {self.text_config} for the {self.name} family; it may change "
                 "what the model computes. If it does not, remove it from config.json"
             )
-        if text.get(tied, given.get(tied, False)) != given.get(tied, False):  # transformers reads the outer one
+        if text.get(tied, outer.get(tied, False)) != outer.get(tied, False):  # transformers reads the outer one
             raise ConversionError(
-                f"config.json: {tied}={given.get(tied, False)} and {self.text_config}.{tied}={text[tied]} differ; "
+                f"config.json: {tied}={outer.get(tied, False)} and {self.text_config}.{tied}={text[tied]} differ; "
                 "give both the value that the weights have: true if there is no lm_head.weight"
             )
-        return {**text, tied: given.get(tied, False)}
+        return {**text, tied: outer.get(tied, False)}
 
     def _check_fields(self, hf_config: Mapping[str, Any]) -> None:
         """Raise ConversionError for a field that is unknown or has a value that is not supported."""

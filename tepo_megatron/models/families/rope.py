@@ -60,11 +60,11 @@ def read_rope(
             f"config.json: {where}.rope_type={kind!r} is not supported for {family}; only {', '.join(_FIELDS)} are"
         )
     needed, optional = _FIELDS[kind]
-    given = {k for k, v in rope.items() if v is not None}
-    if missing := sorted(needed - given):
+    present = {k for k, v in rope.items() if v is not None}
+    if missing := sorted(needed - present):
         raise ConversionError(f"config.json: {where}.{missing[0]} is missing; rope_type={kind} needs it")
     known = needed | optional | _OF_ALL | (set() if default_percent is None else _SECTIONS)
-    if unknown := sorted(given - known):
+    if unknown := sorted(present - known):
         raise ConversionError(f"config.json: field {where}.{unknown[0]} is not known for rope_type={kind}")
     percent = _percent(hf, rope, where, default_percent, head_dim)
     theta = _theta(hf, rope, where, default_theta)
@@ -89,13 +89,13 @@ def _percent(hf: Mapping[str, Any], rope: Mapping[str, Any], where: str, default
                 f"config.json: {where}.partial_rotary_factor={rope['partial_rotary_factor']}: only 1 is supported"
             )
         return 1.0
-    given = {x for x in (rope.get("partial_rotary_factor"), hf.get("partial_rotary_factor")) if x is not None}
-    if len(given) > 1:
+    values = {x for x in (rope.get("partial_rotary_factor"), hf.get("partial_rotary_factor")) if x is not None}
+    if len(values) > 1:
         raise ConversionError(
             f"config.json: partial_rotary_factor={hf['partial_rotary_factor']} and {where}.partial_rotary_factor="
             f"{rope['partial_rotary_factor']} differ; remove one of them"
         )
-    percent = float(given.pop()) if given else default
+    percent = float(values.pop()) if values else default
     if not 0 < percent <= 1 or head_dim * percent % 2:
         raise ConversionError(
             f"config.json: partial_rotary_factor={percent:g} of head_dim={head_dim} rotates {head_dim * percent:g} channels; "
@@ -115,16 +115,16 @@ def _parameters(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _theta(hf: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: float | None) -> float:
     """Return theta. Raises ConversionError when it is not stated or stated twice with different values."""
-    given = {x for x in (rope.get("rope_theta"), hf.get("rope_theta")) if x is not None}
-    if not given and default is not None:
+    values = {x for x in (rope.get("rope_theta"), hf.get("rope_theta")) if x is not None}
+    if not values and default is not None:
         return default
-    if not given:
+    if not values:
         raise ConversionError(f"config.json: neither rope_theta nor {where}.rope_theta is given")
-    if len(given) > 1:
+    if len(values) > 1:
         raise ConversionError(
             f"config.json: rope_theta={hf['rope_theta']} and {where}.rope_theta={rope['rope_theta']} differ; remove one of them"
         )
-    return float(given.pop())
+    return float(values.pop())
 
 
 def _table(rope: dict[str, Any], head_dim: int, max_positions: int) -> RotaryTable:

@@ -66,9 +66,9 @@ def candidates(logits: Tensor, columns: int, first: int, truncation: Truncation)
     out = torch.full((logits.size(0), 2 * most), float(NO_TOKEN), dtype=compute_dtype(logits), device=logits.device)
     out[:, :most] = NO_COLUMNS
     if columns and logits.size(0):
-        found = logits[:, :columns].topk(min(most, columns), dim=1)
-        out[:, : found.values.size(1)] = found.values
-        out[:, most : most + found.values.size(1)] = found.indices + first
+        top = logits[:, :columns].topk(min(most, columns), dim=1)
+        out[:, : top.values.size(1)] = top.values
+        out[:, most : most + top.values.size(1)] = top.indices + first
     return out
 
 

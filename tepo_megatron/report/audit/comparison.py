@@ -150,7 +150,7 @@ def reference_terms(batch: AuditBatch, record: AuditUpdate) -> tuple[dict[str, A
 
 def _logged_loss(run: Path, step: int) -> float | None:
     try:
-        found = [record for record in read_steps(run).records if record["step"] == step]
+        records = [record for record in read_steps(run).records if record["step"] == step]
     except DataError:
         return None
-    return found[0].get("loss/total") if found else None
+    return records[0].get("loss/total") if records else None

@@ -158,8 +158,8 @@ def read_update(folder: Path, number: int, batch: AuditBatch) -> AuditUpdate:
     text: dict[str, str] = {}
     for path in paths:
         try:
-            tensors, said = read_tensors(path)
-            own = {name: said[name] for name in ("objective", "max_response_tokens", "shards", "update", "minibatch_loss")}
+            tensors, header = read_tensors(path)
+            own = {name: header[name] for name in ("objective", "max_response_tokens", "shards", "update", "minibatch_loss")}
             if text and own != text:
                 raise ValueError("other ranks recorded another update")
             text, shard = own, _columns(tensors, batch)
@@ -207,7 +207,7 @@ def _joined(
         )
     return AuditUpdate(
         number=number,
-        objective=_parsed(folder, text["objective"], lambda said: objective_of(json.loads(said))),
+        objective=_parsed(folder, text["objective"], lambda value: objective_of(json.loads(value))),
         max_response_tokens=_parsed(folder, text["max_response_tokens"], int),
         loss=_parsed(folder, text["minibatch_loss"], float),
         sequences=sequences,

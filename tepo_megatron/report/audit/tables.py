@@ -89,13 +89,13 @@ def token_lines(audited: AuditedStep, sequence: int, position: int, token_name: 
     yield f"weights of version {batch.versions_L[index]} sampled it"
     yield from group_lines(batch, sequence)
     for update in audited.updates:
-        found = update.record.find(sequence, position)
-        if found is None:
+        place = update.record.find(sequence, position)
+        if place is None:
             yield f"update {update.record.number}: the sequence was not in this minibatch"
             continue
         yield f"update {update.record.number}, {objective_in_words(update)}"
         yield f"  {'':<36}{'training used':>18}{'in fp64':>18}{'difference':>12}"
-        for name, used, computed in terms_of(update, found):
+        for name, used, computed in terms_of(update, place):
             apart = (
                 ""
                 if computed is None
@@ -105,7 +105,7 @@ def token_lines(audited: AuditedStep, sequence: int, position: int, token_name: 
             )
             again = "" if computed is None else value_of(name, computed)
             yield f"  {TERMS[name]:<36}{value_of(name, used):>18}{again:>18}{apart:>12}".rstrip()
-        if update.near_N[found]:
+        if update.near_N[place]:
             yield "  a number of it is so near to a threshold that fp32 may decide differently"
     yield from _logged(audited)
 
@@ -147,5 +147,5 @@ def _logged(audited: AuditedStep) -> Iterator[str]:
 
 
 def _largest(updates: list[AuditedUpdate]) -> list[tuple[AuditedUpdate, int]]:
-    found = [(update, int(i)) for update in updates for i in np.argsort(-np.abs(update.terms["loss"]))[:LARGEST]]
-    return sorted(found, key=lambda pair: -abs(pair[0].terms["loss"][pair[1]]))[:LARGEST]
+    candidates = [(update, int(i)) for update in updates for i in np.argsort(-np.abs(update.terms["loss"]))[:LARGEST]]
+    return sorted(candidates, key=lambda pair: -abs(pair[0].terms["loss"][pair[1]]))[:LARGEST]

@@ -102,8 +102,8 @@ class LivePage:
             return web.Response(status=405, text="only GET")
         if request.host not in (f"{HOST}:{self._port}", f"localhost:{self._port}"):  # a name that an attacker's DNS sends here
             return web.Response(status=403, text="another host")
-        given = request.path.split("/", 2)[1].encode(errors="replace")
-        if not hmac.compare_digest(given, self._secret.encode()):
+        secret = request.path.split("/", 2)[1].encode(errors="replace")
+        if not hmac.compare_digest(secret, self._secret.encode()):
             return web.Response(status=403, text="the URL has no valid secret; use the one that tepo watch printed")
         if self._waiting >= MOST_WAITING:
             return web.Response(status=503, text="too many requests at once")
@@ -120,11 +120,11 @@ class LivePage:
             self._waiting -= 1
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        found = _FILES.get(request.match_info["file"])
-        if found is None:
+        served = _FILES.get(request.match_info["file"])
+        if served is None:
             return web.Response(status=404, text="there is no such page")
-        text = "\n".join((_TEMPLATES / name).read_text() for name in found[0])
-        return web.Response(text=text, content_type=found[1], charset="utf-8")
+        text = "\n".join((_TEMPLATES / name).read_text() for name in served[0])
+        return web.Response(text=text, content_type=served[1], charset="utf-8")
 
     async def _changes(self, request: web.Request) -> web.StreamResponse:
         seen = [int(word) for word in request.query.get("seen", "").split(",") if word.isascii() and word.isdigit()]

@@ -26,8 +26,8 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \boxed{1}, no: \boxed{ \frac{1}{2} } and \boxed{3")
     '\\frac{1}{2}'
     """
-    found = _last_box(text)
-    return None if found is None else text[slice(*found)].strip()
+    box = _last_box(text)
+    return None if box is None else text[slice(*box)].strip()
 
 
 def last_answer(text: str) -> str | None:
@@ -114,10 +114,10 @@ def canonical(answer: str) -> str:
     """
     if _INTEGER.fullmatch(answer):
         return answer
-    text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", answer)
+    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", answer)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", "".join(map(_vulgar_fraction, text)))
-    text = _SYMBOL.sub(lambda found: _SYMBOLS.get(found[0], found[0]), text)
+    text = _SYMBOL.sub(lambda match: _SYMBOLS.get(match[0], match[0]), text)
     prefix = _PREFIX.match(text.lstrip())
     if prefix and prefix.end():
         text = text.lstrip()[prefix.end() :]
@@ -127,7 +127,7 @@ def canonical(answer: str) -> str:
     if (spelled := _SPELLED.fullmatch(text)) and spelled[1].lower() in _NUMBERS:
         return str(_NUMBERS.index(spelled[1].lower()))
     text = _MAGNITUDE.sub(_as_power, _BOLD.sub(r"\1", text))
-    text = _EXPONENT.sub(lambda found: rf"{found[1]} \times 10^{{{int(found[2])}}}", text)
+    text = _EXPONENT.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
     text = _PERCENT.sub(r"\\%", text)
     text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
@@ -140,10 +140,10 @@ def canonical(answer: str) -> str:
     return text
 
 
-def _as_power(found: re.Match[str]) -> str:
+def _as_power(match: re.Match[str]) -> str:
     """Return `million` as a power of ten; what else is in its \\text stays there."""
-    kept = found[1] if found[1] and not found[3] else found[3] if found[3] and not found[1] else ""
-    return rf" \times 10^{{{_MAGNITUDES[found[2]]}}}{kept}"
+    kept = match[1] if match[1] and not match[3] else match[3] if match[3] and not match[1] else ""
+    return rf" \times 10^{{{_MAGNITUDES[match[2]]}}}{kept}"
 
 
 def in_dollars(answer: str) -> str:
@@ -164,11 +164,11 @@ def integer(text: str) -> str | None:
     >>> integer("-007"), integer("1,000"), integer("-0"), integer("7.0")
     ('-7', '1000', '0', None)
     """
-    found = _INTEGER.fullmatch(text)
-    if found is None:
+    match = _INTEGER.fullmatch(text)
+    if match is None:
         return None
-    digits = (found[2] or found[3].replace(",", "")).lstrip("0") or "0"
-    return digits if digits == "0" else found[1] + digits
+    digits = (match[2] or match[3].replace(",", "")).lstrip("0") or "0"
+    return digits if digits == "0" else match[1] + digits
 
 
 def words(text: str) -> str | None:
@@ -178,18 +178,18 @@ def words(text: str) -> str | None:
     ('no solution', 'monday', None, None, None)
     """
     inner = _WRAPPED.sub(r"\1", text)
-    found = " ".join(inner.split()).strip(".() ")
-    if not _WORDS.fullmatch(found):
+    spoken_text = " ".join(inner.split()).strip(".() ")
+    if not _WORDS.fullmatch(spoken_text):
         return None
-    long_enough = any(len(word) > 3 or word in _SHORT_WORDS for word in found.lower().split())
-    spoken = long_enough or (inner != text and len(found) > 1)
-    return found.lower() if spoken else None
+    long_enough = any(len(word) > 3 or word in _SHORT_WORDS for word in spoken_text.lower().split())
+    spoken = long_enough or (inner != text and len(spoken_text) > 1)
+    return spoken_text.lower() if spoken else None
 
 
 def choice(text: str) -> str | None:
     r"""Return the capital letter of an answer that is one: `B`, `(B)`, `\text{(B)}`; None for anything else."""
-    found = _WRAPPED.sub(r"\1", text).strip(".() ")
-    return found if len(found) == 1 and "A" <= found <= "Z" else None
+    letter = _WRAPPED.sub(r"\1", text).strip(".() ")
+    return letter if len(letter) == 1 and "A" <= letter <= "Z" else None
 
 
 def is_percentage(text: str) -> bool:
@@ -248,8 +248,8 @@ def _vulgar_fraction(character: str) -> str:
     return rf"\frac{{{above}}}{{{below}}}" if slash and above and below else character
 
 
-def _as_fraction(found: re.Match[str]) -> str:
-    whole, fixed, repeated = found.groups()
+def _as_fraction(match: re.Match[str]) -> str:
+    whole, fixed, repeated = match.groups()
     below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     return rf"\frac{{{int(whole + fixed + repeated) - int(whole + fixed)}}}{{{below}}}"
 
@@ -285,9 +285,9 @@ def gold_fault(answer: str) -> str | None:
 
 def _is_balanced(text: str) -> bool:
     depth = 0
-    for found in _BRACE.finditer(text):
-        if found[1]:
-            depth += 1 if found[1] == "{" else -1
+    for brace in _BRACE.finditer(text):
+        if brace[1]:
+            depth += 1 if brace[1] == "{" else -1
         if depth < 0:
             return False
     return depth == 0

@@ -70,19 +70,19 @@ def main(tests: str) -> None:
         requests.write(json.dumps(request) + "\n")
         try:
             kind, value = json.loads(answers.readline())
-            found = ast.literal_eval(value) if kind == "value" else value
+            answer = ast.literal_eval(value) if kind == "value" else value
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             raise ProgramEnded from None
         if kind == "error":
             raise RuntimeError(value)
-        return found if kind == "value" else StandIn(ask, number=int(value))
+        return answer if kind == "value" else StandIn(ask, number=int(value))
 
     _, names = json.loads(answers.readline())
     with open(tests) as content:
-        given = json.load(content)
+        suite = json.load(content)
     space: dict[str, Any] = {str(name): StandIn(ask, ("call", str(name))) for name in names}
-    exec(given["setup"], space)
-    for test in given["tests"]:
+    exec(suite["setup"], space)
+    for test in suite["tests"]:
         try:
             exec(test, space)
             right = True

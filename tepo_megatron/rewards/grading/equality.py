@@ -94,10 +94,10 @@ def settle(gold: str, answer: str | None) -> str | None:
         return "too_long"
     if gold_fault(gold) is not None:
         return "bad_gold"
-    wanted, given = answers.canonical(gold), answers.canonical(answer)
-    if (a := answers.integer(wanted)) is not None and (b := answers.integer(given)) is not None:
+    wanted, own = answers.canonical(gold), answers.canonical(answer)
+    if (a := answers.integer(wanted)) is not None and (b := answers.integer(own)) is not None:
         return "equal" if a == b else "wrong"
-    return "equal" if wanted == given else None
+    return "equal" if wanted == own else None
 
 
 def _differ(gold: list[Any], answer: list[Any]) -> bool:

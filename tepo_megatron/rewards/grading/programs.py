@@ -123,7 +123,7 @@ def _calls(name: Any, cases: Sequence[tuple[Any, Any]]) -> Tests:
     setup = f"{_SAME}\n__call = Solution().{called} if 'Solution' in globals() else {called}\n"
     if any(not isinstance(arguments, list) for arguments, _ in cases):
         raise ValueError("the inputs of a function must be lists of its arguments")
-    return Tests(setup=setup, asserts=tuple(f"assert same(__call(*{given!r}), {wanted!r})" for given, wanted in cases))
+    return Tests(setup=setup, asserts=tuple(f"assert same(__call(*{inputs!r}), {wanted!r})" for inputs, wanted in cases))
 
 
 def _name(name: Any) -> str:
@@ -141,11 +141,11 @@ def _rows(text: Any) -> list[str]:
     return [row for row in str(text).split("\n") if row.strip()]
 
 
-def same_output(found: str, wanted: str) -> bool:
+def same_output(printed: str, wanted: str) -> bool:
     """Return whether two outputs are equal, as the top of this file defines it."""
-    if _stripped(found) == _stripped(wanted):
+    if _stripped(printed) == _stripped(wanted):
         return True
-    ours, theirs = found.split(), wanted.split()
+    ours, theirs = printed.split(), wanted.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
@@ -153,13 +153,13 @@ def _stripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _same_word(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _same_word(printed: str, wanted: str) -> bool:
+    if printed == wanted:
         return True
-    a, b = _DECIMAL.fullmatch(found), _DECIMAL.fullmatch(wanted)
-    if a is None or b is None or not any(c in found + wanted for c in ".eE"):
+    a, b = _DECIMAL.fullmatch(printed), _DECIMAL.fullmatch(wanted)
+    if a is None or b is None or not any(c in printed + wanted for c in ".eE"):
         return False
-    x, y = float(found), float(wanted)
+    x, y = float(printed), float(wanted)
     return math.isfinite(x) and math.isfinite(y) and abs(x - y) <= _TOLERANCE * max(1.0, abs(y))
 
 
@@ -175,10 +175,10 @@ def run_tests(program: str, tests: Tests, limits: Limits, seconds: float, until_
     """Run the tests, one after the other. `seconds`: time for all runs; tests that have not begun by then are not passed."""
     files = {PROGRAM: program.encode(errors="replace")}
     end, passed, timeout = time.monotonic() + seconds, list[bool](), False
-    for given, wanted in tests.pairs:
+    for stdin, wanted in tests.pairs:
         if time.monotonic() > end:
             return TestResults(tuple(passed), timeout=True)
-        finished = run([PROGRAM], files, given.encode(), limits)
+        finished = run([PROGRAM], files, stdin.encode(), limits)
         timeout |= finished.why == "timeout"
         passed.append(finished.well and same_output(finished.stdout.decode(errors="replace"), wanted))
         if until_failure and not passed[-1]:

@@ -125,17 +125,17 @@ def command(limits: Limits, files: Mapping[str, int], python: Sequence[str]) -> 
 def memory_files(files: Mapping[str, bytes]) -> Iterator[dict[str, int]]:
     """Yield a file descriptor with each content. A sandbox takes what is read from it, so it serves one start."""
     with contextlib.ExitStack() as stack:
-        found = {}
+        open_files = {}
         for path, content in files.items():
-            made = os.memfd_create("sandbox")
-            file = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OTHERS)
-            os.close(made)
+            descriptor = os.memfd_create("sandbox")
+            file = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OTHERS)
+            os.close(descriptor)
             stack.callback(os.close, file)
             with open(os.dup(file), "wb") as out:
                 out.write(content)
             os.lseek(file, 0, os.SEEK_SET)
-            found[path] = file
-        yield found
+            open_files[path] = file
+        yield open_files
 
 
 def run(python: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits) -> Finished:
@@ -302,5 +302,5 @@ def check() -> None:
     limits = Limits(cpu_seconds=_CHECK_SECONDS, wall_seconds=_CHECK_SECONDS)
     finished = run(["-c", "print('sandbox')"], {}, b"", limits)
     if finished.stdout != b"sandbox\n":
-        said = " ".join(finished.stderr.decode(errors="replace").split())[-500:]
-        raise OSError(f"programs run in a sandbox, and none can be made here ({said or finished}); {INSTALL}")
+        reason = " ".join(finished.stderr.decode(errors="replace").split())[-500:]
+        raise OSError(f"programs run in a sandbox, and none can be made here ({reason or finished}); {INSTALL}")

@@ -97,7 +97,7 @@ def measure(text: str, any_word: bool) -> NumberWithUnit:
     number, tail = text[: constant.end()].rstrip(), text[constant.end() :].strip()
     tail = _MICRO.sub(r"\\mathrm{u", tail)
     flat = " ".join(_WRAPPED.sub(r" \1 ", tail).split())
-    unit = _POWER_WORD.sub(lambda found: f"{found[2]}^{2 if found[1].startswith('sq') else 3}", flat)
+    unit = _POWER_WORD.sub(lambda match: f"{match[2]}^{2 if match[1].startswith('sq') else 3}", flat)
     if number.count("{") != number.count("}") or not _TAIL.fullmatch(unit) or any(map(_NO_UNIT.fullmatch, _WORD.findall(unit))):
         return whole
     bare = _WORD.findall(_WRAPPED.sub(" ", tail).replace(r"\cdot", " "))

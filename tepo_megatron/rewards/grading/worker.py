@@ -80,15 +80,15 @@ def custom(spec: str) -> Grader:
     """
     from tepo_megatron.base.user_file import describe_error, load, takes
 
-    found = load(spec, "function")
-    takes_row = takes(found.value, "row")
+    function = load(spec, "function")
+    takes_row = takes(function.value, "row")
 
     def graded(prompt: str, response: str, answer: str, row: str) -> Graded:
         try:
-            returned = found.value(prompt, response, answer, **({"row": json.loads(row)} if takes_row else {}))
+            returned = function.value(prompt, response, answer, **({"row": json.loads(row)} if takes_row else {}))
             number = float(returned) if hasattr(returned, "__float__") else math.nan  # text has none: float("1.0") parses
         except (Exception, SystemExit) as e:
-            return "failed", 0.0, describe_error(e, found.file)[:_DETAIL_CHARS]
+            return "failed", 0.0, describe_error(e, function.file)[:_DETAIL_CHARS]
         if not math.isfinite(number):
             return "failed", 0.0, f"it returned {returned!r:.80}, which is no finite number"
         return "graded", number, ""

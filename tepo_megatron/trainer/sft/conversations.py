@@ -68,7 +68,7 @@ def load_conversations(
     faults = RowFaults(skip_bad_rows)
     rows = place.slice(list(_rows(reader, cfg, faults)))
     encoder = _ConversationEncoder(tokenizer, stop_ids, template_kwargs, cfg.train_on)
-    found: list[Demonstration] = []
+    conversations: list[Demonstration] = []
     too_long = 0
     for where, value in rows:
         try:
@@ -79,16 +79,16 @@ def load_conversations(
         if conversation.token_ids_L.numel() > cfg.max_tokens:
             too_long += 1
         else:
-            found.append(conversation)
-    if not found:
+            conversations.append(conversation)
+    if not conversations:
         what = [f"{too_long} are longer than sft.max_tokens={cfg.max_tokens}; raise it"] if too_long else []
         what += [f"{faults.count} cannot be used ({faults.first[0]})"] if faults.count else []
         raise DataError(f"{source}: no conversation left: {', and '.join(what) or 'it has no rows'}")
-    learned = sum(int(c.learned_mask_L.sum()) for c in found)
+    learned = sum(int(c.learned_mask_L.sum()) for c in conversations)
     dropped = [f"{too_long} longer than sft.max_tokens={cfg.max_tokens}"] if too_long else []
     dropped += [f"{faults.count} that cannot be used ({faults.first[0]})"] if faults.count else []
-    line = f"{source}: {len(found)} conversations, {learned} tokens to learn; dropped: {', '.join(dropped) or 'none'}"
-    return LoadedConversations(found, line)
+    line = f"{source}: {len(conversations)} conversations, {learned} tokens to learn; dropped: {', '.join(dropped) or 'none'}"
+    return LoadedConversations(conversations, line)
 
 
 def _rows(reader: RowReader, cfg: SftConfig, faults: RowFaults) -> Iterator[tuple[str, Chat | tuple[str, str]]]:

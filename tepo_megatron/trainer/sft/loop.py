@@ -119,12 +119,12 @@ class ConversationSource:
 
         count, held_out, compared = broadcast_result(load, groups.host)
         plan = TrainingPlan(count, cfg.batch_sequences, cfg.epochs, cfg.steps, seed)
-        made = cls(plan, held_out, [found.line for found in loaded], groups, BatchReceiver.open(groups), BatchMemory())
-        made.compared = compared
+        source = cls(plan, held_out, [part.line for part in loaded], groups, BatchReceiver.open(groups), BatchMemory())
+        source.compared = compared
         if loaded:
-            made.train = loaded[0].conversations
-            made.eval = loaded[1].conversations if len(loaded) > 1 else ()
-        return made
+            source.train = loaded[0].conversations
+            source.eval = loaded[1].conversations if len(loaded) > 1 else ()
+        return source
 
     def batch(self, step: int) -> TrainBatch:
         """Return the conversations of an update on every rank. Collectives: those of `BatchReceiver.receive`."""
@@ -196,8 +196,8 @@ class FineTuning:
         """Restore the newest checkpoint if the run is resumed. Return its update; 0 without one."""
         if not broadcast_object(self.cfg.resume, self.groups.host):
             return 0
-        found = self.checkpoints.newest()
-        state = None if found is None else self.checkpoints.load(found, self.actor)
+        newest = self.checkpoints.newest()
+        state = None if newest is None else self.checkpoints.load(newest, self.actor)
         step = 0 if state is None else int(state["step"])
         if state is not None and state["conversations"] != self.source.plan.conversations:
             raise DataError(
@@ -217,10 +217,10 @@ class FineTuning:
         limit = self.cfg.sft.stop_at_loss
         if limit is None:
             return False
-        found: bool = broadcast_object(held_out is not None and held_out <= limit, self.groups.host)
-        if found:
+        ends: bool = broadcast_object(held_out is not None and held_out <= limit, self.groups.host)
+        if ends:
             self._say(f"the held-out loss of {held_out:.4f} is at most sft.stop_at_loss={limit:g}: training ends")
-        return found
+        return ends
 
     def _update(self, step: int) -> float | None:
         """Take one update and log it. Return the held-out loss, if it was due."""

@@ -42,25 +42,25 @@ def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     Sections of RL have their defaults, so what they ask of each other does not matter.
     """
-    made = {key: value for key, value in deepcopy(dict(tree)).items() if key not in _OF_RL}
-    sft = made.get("sft") or {}
+    actor_tree = {key: value for key, value in deepcopy(dict(tree)).items() if key not in _OF_RL}
+    sft = actor_tree.get("sft") or {}
     if not isinstance(sft, dict) or sft.get("data") is None:
         raise ConfigError("sft.data is not set; give tepo sft a file of conversations: --sft.data FILE")
     most = sft.get("max_tokens", SftConfig.max_tokens)
     own = {name: {k: v for k, v in (tree.get(name) or {}).items() if k in keys} for name, keys in _KEPT.items()}
-    made["rollout"] = own["rollout"] | {"max_response_tokens": most - 1 if isinstance(most, int) else most}
-    made["rollout"] |= {"temperature": 1.0, "prompts_per_step": 1}
-    made["data"] = own["data"] | {"train": sft["data"], "max_prompt_tokens": 1}
+    actor_tree["rollout"] = own["rollout"] | {"max_response_tokens": most - 1 if isinstance(most, int) else most}
+    actor_tree["rollout"] |= {"temperature": 1.0, "prompts_per_step": 1}
+    actor_tree["data"] = own["data"] | {"train": sft["data"], "max_prompt_tokens": 1}
     training = {"stream": "off", "epochs": 1, "minibatch_prompts": 1, "share_prompts": "never"}
-    made["training"] = (made.get("training") or {}) | training
-    fits = made["training"].get("max_tokens_per_microbatch", TrainingConfig.max_tokens_per_microbatch)
+    actor_tree["training"] = (actor_tree.get("training") or {}) | training
+    fits = actor_tree["training"].get("max_tokens_per_microbatch", TrainingConfig.max_tokens_per_microbatch)
     if isinstance(most, int) and isinstance(fits, int) and most > fits:
         raise ConfigError(
             f"training.max_tokens_per_microbatch={fits} cannot hold one sequence of {most} tokens (sft.max_tokens); raise it, "
             "or lower that"
         )
-    made["checkpoint"] = (made.get("checkpoint") or {}) | {"keep_best": False}
-    return made
+    actor_tree["checkpoint"] = (actor_tree.get("checkpoint") or {}) | {"keep_best": False}
+    return actor_tree
 
 
 def is_supervised(sft: SftConfig, data: DataConfig) -> bool:

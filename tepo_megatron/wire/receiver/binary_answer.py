@@ -71,8 +71,8 @@ def ids_crc(ids: ArrayLike) -> int:
 
 def encode(samples: Sequence[Sample]) -> bytes:
     """Return the samples as a binary answer. Raises ValueError if the number of ids and log-probs differ."""
-    given = [sample.experts for sample in samples if sample.experts is not None]
-    layers, per_token = next((experts.shape[1:] for experts in given if experts.ndim == 3), (0, 0))
+    recorded = [sample.experts for sample in samples if sample.experts is not None]
+    layers, per_token = next((experts.shape[1:] for experts in recorded if experts.ndim == 3), (0, 0))
     records = np.zeros(len(samples), _SAMPLE)
     experts, masks = [], []
     for record, sample in zip(records, samples, strict=True):
@@ -132,7 +132,7 @@ def decode(body: bytes, samples: int, max_tokens: int) -> list[Sample]:
         raise ValueError(f"{what} do not fill an answer of {len(body)} bytes")
     ids = np.frombuffer(body, "<i4", sum(tokens), start)
     logprobs = np.frombuffer(body, "<f4", sum(tokens), start + 4 * sum(tokens))
-    at, mask_at, made = 0, start + 8 * sum(tokens), []
+    at, mask_at, decoded = 0, start + 8 * sum(tokens), []
     expert_at = mask_at + sum(masks)
     for record, mask_size, size in zip(records, masks, sizes, strict=True):
         finish, kind, known, number, prompt_tokens, crc, values, mask_ids, label = record
@@ -147,9 +147,9 @@ def decode(body: bytes, samples: int, max_tokens: int) -> list[Sample]:
         if mask_ids:
             counts = np.frombuffer(body, "<i4", number, mask_at)
             mask = np.frombuffer(body, "<i4", mask_ids, mask_at + 4 * number), counts
-        made.append(Sample(reason, label.decode(), prompt_tokens, prompt_crc, ids[part], logprobs[part], experts, mask))
+        decoded.append(Sample(reason, label.decode(), prompt_tokens, prompt_crc, ids[part], logprobs[part], experts, mask))
         at, mask_at, expert_at = at + number, mask_at + mask_size, expert_at + size
-    return made
+    return decoded
 
 
 Message = MutableMapping[str, Any]

@@ -33,14 +33,14 @@ def to_sample(answer: Any, experts: bool) -> Sample | None:
 
     A sample aborted before its first token may lack all fields but its finish reason.
     """
-    meta, given = answer["meta_info"], answer["output_ids"]
-    entries = (meta.get("output_token_logprobs") or []) if given else []  # (log-prob, token id, text) of each token
-    if [entry[1] for entry in entries] != given or not isinstance(meta["finish_reason"], dict):
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    entries = (meta.get("output_token_logprobs") or []) if ids else []  # (log-prob, token id, text) of each token
+    if [entry[1] for entry in entries] != ids or not isinstance(meta["finish_reason"], dict):
         return None
     encoded, rows = meta.get("routed_experts") if experts else None, meta.get("output_token_sampling_mask")
     logprobs, masks = [entry[0] for entry in entries], None
-    if rows is not None and given:
-        if [len(rows), len(meta["output_token_sampling_logprobs"])] != [len(given)] * 2:
+    if rows is not None and ids:
+        if [len(rows), len(meta["output_token_sampling_logprobs"])] != [len(ids)] * 2:
             return None
         logprobs = meta["output_token_sampling_logprobs"]
         masks = np.asarray([i for row in rows for i in row], np.int32), np.asarray([len(row) for row in rows], np.int32)
@@ -49,7 +49,7 @@ def to_sample(answer: Any, experts: bool) -> Sample | None:
         label=str(meta.get("weight_version", "")),
         prompt_tokens=meta.get("prompt_tokens", 0),
         prompt_crc=None,
-        ids_T=np.asarray(given, np.int32),
+        ids_T=np.asarray(ids, np.int32),
         logprobs_T=np.asarray(logprobs, np.float32),
         experts=None if encoded is None else np.frombuffer(base64.b64decode(encoded), np.int32),
         masks=masks,

@@ -123,9 +123,9 @@ _libraries: list[Any] = []  # keeps the libraries alive, whose operators would g
 def _torchvision_works() -> bool:
     import torch
 
-    found = importlib.util.find_spec("torchvision")
-    assert found is not None and found.origin is not None, "SGLang needs torchvision"
-    library = Path(found.origin).with_name("_C.so")
+    spec = importlib.util.find_spec("torchvision")
+    assert spec is not None and spec.origin is not None, "SGLang needs torchvision"
+    library = Path(spec.origin).with_name("_C.so")
     try:
         torch.ops.load_library(str(library))
     except OSError:
@@ -166,10 +166,10 @@ def hide(key: str) -> None:
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = make(*args, **kwargs)
-        if key in (text := made.getMessage()):
-            made.msg, made.args = text.replace(key, "***"), ()
-        return made
+        entry = make(*args, **kwargs)
+        if key in (text := entry.getMessage()):
+            entry.msg, entry.args = text.replace(key, "***"), ()
+        return entry
 
     logging.setLogRecordFactory(record)
 

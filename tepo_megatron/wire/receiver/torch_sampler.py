@@ -135,11 +135,17 @@ class RunningBatch:
         """Take the waiting jobs of one prefill, while the cache will hold all samples until their last tokens."""
         jobs: list[Job] = []
         count, width, longest = len(self._rows), self._seen_BL.size(1), 0
-        left = max((row.job.request.max_tokens - len(row.ids) for row in self._rows), default=0)
+        remaining = max((row.job.request.max_tokens - len(row.ids) for row in self._rows), default=0)
         while self.waiting and len(jobs) < PREFILL_PROMPTS:
             request = self.waiting[0].request
-            count, longest, left = count + request.samples, max(longest, len(request.prompt)), max(left, request.max_tokens)
-            fits = count * (max(width, longest) + left) <= self._cache_tokens and (len(jobs) + 1) * longest <= PREFILL_TOKENS
+            count, longest, remaining = (
+                count + request.samples,
+                max(longest, len(request.prompt)),
+                max(remaining, request.max_tokens),
+            )
+            fits = (
+                count * (max(width, longest) + remaining) <= self._cache_tokens and (len(jobs) + 1) * longest <= PREFILL_TOKENS
+            )
             if count > request.samples and not fits:
                 break
             jobs.append(self.waiting.popleft())

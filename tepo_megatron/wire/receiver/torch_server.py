@@ -103,22 +103,22 @@ class ModelServer:
 
 def places(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return name in the checkpoint -> memory of that tensor in the model. transformers joins the experts of a layer."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
         if not module.endswith(".experts"):
-            found[name] = parameter
+            by_name[name] = parameter
             continue
         for i, expert in enumerate(parameter):
             parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
             for part, part_name in zip(parts, re.findall(r"gate(?=_up)|up|down", kind), strict=True):
-                found[f"{module}.{i}.{part_name}_proj.weight"] = part
+                by_name[f"{module}.{i}.{part_name}_proj.weight"] = part
     if model.config.tie_word_embeddings:
-        found[OUTPUT_LAYER] = model.get_input_embeddings().weight
+        by_name[OUTPUT_LAYER] = model.get_input_embeddings().weight
     if model.config.model_type == "mixtral":
         for ours, theirs in _MIXTRAL:
-            found = {name.replace(ours, theirs): place for name, place in found.items()}
-    return found
+            by_name = {name.replace(ours, theirs): place for name, place in by_name.items()}
+    return by_name
 
 
 def guard(key: str) -> Middleware:

@@ -54,10 +54,10 @@ def _timed(upstream: Callable[..., Any]) -> Callable[..., Any]:
         state, exchange = upstream(*args, **kwargs), current.get()
         if exchange is not None and exchange.timed:
 
-            def first_output(*given: Any, **how: Any) -> Any:
+            def first_output(*arguments: Any, **how: Any) -> Any:
                 exchange.first = time.monotonic() if exchange.first is None else exchange.first
                 del state.make_request_output  # the further tokens are the class's again
-                return state.make_request_output(*given, **how)
+                return state.make_request_output(*arguments, **how)
 
             state.make_request_output = first_output
         return state

@@ -44,8 +44,8 @@ class TorchGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     def forward_cpu(self, hidden_states: Tensor) -> Tensor:
         """Map the step's hidden states [tokens, hidden] to the layer's output of the same shape."""
-        found = get_forward_context().attn_metadata
-        metadata = found[self.prefix] if isinstance(found, dict) else None
+        all_metadata = get_forward_context().attn_metadata
+        metadata = all_metadata[self.prefix] if isinstance(all_metadata, dict) else None
         if metadata is None or not metadata.num_actual_tokens or self._has_kernels(hidden_states.dtype, metadata):
             return super().forward_cpu(hidden_states)
         if metadata.spec_sequence_masks is not None:

@@ -43,20 +43,20 @@ class UpdateTracker:
         _refuse({"unknown": set(names) - self._expected.keys() - self._optional})
         self.unchanged = frozenset(names)
 
-    def add(self, given: Sequence[tuple[str, list[int]]]) -> None:
+    def add(self, shapes: Sequence[tuple[str, list[int]]]) -> None:
         """Mark these (name, shape) as given; they are not loaded yet.
 
         Raises ValueError for a tensor that the model does not have, that has another shape, that was given before, or that was
         to stay unchanged.
         """
-        names = Counter(name for name, _ in given)
+        names = Counter(name for name, _ in shapes)
         known = self._expected.keys() | self._optional
         partners = {_partner(name) for name in names.keys() - self.unchanged}
         _refuse({
             "given twice": {name for name, count in names.items() if count > 1 or name in self._given},
             "unknown": names.keys() - known,
             "given that were to stay": names.keys() & self.unchanged,
-            "of another shape": {name for name, shape in given if shape != self._expected.get(name, shape)},
+            "of another shape": {name for name, shape in shapes if shape != self._expected.get(name, shape)},
             "that were to stay without the other of their pair": partners & self.unchanged,
         })  # fmt: skip
         self._given |= names.keys()
@@ -116,8 +116,8 @@ def _check_owner(path: Path) -> None:
 
 
 def _refuse(faults: Mapping[str, Set[str]]) -> None:
-    if found := [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]:
-        raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(found)})")
+    if texts := [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]:
+        raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(texts)})")
 
 
 def tensor_shapes(path: str | Path) -> dict[str, list[int]]:

@@ -164,8 +164,8 @@ EXHIBITS = (
         ),
         cost="Responses that are cut and go on may exceed rollout.max_response_tokens.",
         symbol="continuation",
-        old="left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))",
-        new="left = sampling.max_tokens",
+        old="remaining = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))",
+        new="remaining = sampling.max_tokens",
         tests=("tests/unit/rollout/test_fleet.py::test_what_is_under_way_when_new_weights_come",),
     ),
     Exhibit(

@@ -83,8 +83,8 @@ EXHIBITS = (
         bug="A prompt that was given back is handed out again, and once more if the next epoch begins within the batch.",
         cost="A prompt comes twice in a step. Responses are grouped by prompt, so it forms one group of twice the size.",
         symbol="PromptStream.take",
-        old="            held.add(prompt.id)\n            taken.append(prompt)\n            left[self._set_of",
-        new="            taken.append(prompt)\n            left[self._set_of",
+        old="            held.add(prompt.id)\n            taken.append(prompt)\n            free[self._set_of",
+        new="            taken.append(prompt)\n            free[self._set_of",
         tests=("tests/unit/data/test_prompt_stream.py::test_a_returned_prompt_is_not_taken_twice_where_the_next_epoch_begins",),
     ),
     Exhibit(

@@ -63,8 +63,8 @@ EXHIBITS = (
         bug="SGLang names the token of each log-prob. An answer that only counts them pairs log-probs with other tokens.",
         cost="After a token that the server adds or drops, every log-prob is that of its neighbour.",
         symbol="to_sample",
-        old="[entry[1] for entry in entries] != given",
-        new="len(entries) != len(given)",
+        old="[entry[1] for entry in entries] != ids",
+        new="len(entries) != len(ids)",
         tests=("tests/unit/rollout/test_engine_answers.py::test_log_probs_of_other_tokens_are_no_sample",),
     ),
     Exhibit(
