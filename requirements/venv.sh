@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set up a virtual environment, once and whenever one of its files changes:
 #   PYTHON="python3.11 python3.12" EDITABLE=1 requirements/venv.sh FOLDER PINS [FILE...]
-# It gets the packages of PINS, and with EDITABLE this one. Its Python is the first that has venv and a wheel of every package.
+# It gets the packages of PINS, with EDITABLE this one, and OTHER, whatever Python that package requires. Its Python is the first
+# that has venv and a wheel of every package.
 set -e
 folder=$1 pins=$2
 sum=$(cat "${@:3}" "$pins" | sha256sum)
@@ -12,6 +13,7 @@ for python in $PYTHON; do
   test -x "$folder/bin/uv" || { rm -rf "$folder"; "$python" -m venv "$folder"; "$folder/bin/python" -m pip install --quiet "uv>=0.9"; }
   install=("$folder/bin/uv" pip install --no-config --python "$folder/bin/python" --no-deps --quiet)
   if "${install[@]}" --compile-bytecode -r "$pins"; then
+    test -z "$OTHER" || "$folder/bin/python" -m pip install --quiet --no-deps --ignore-requires-python "$OTHER"
     test -z "$EDITABLE" || "${install[@]}" --editable .
     echo "$sum" > "$folder/.ready"
     exit 0
