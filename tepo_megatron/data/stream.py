@@ -114,17 +114,6 @@ class PromptStream:
             taken.append(prompt)
         return taken
 
-    def take_shard(self, n: int, rank: int, ranks: int) -> list[Prompt]:
-        """Return one rank's part of the next n prompts: number `rank`, and every `ranks`-th after it.
-
-        No communication. All ranks must call it alike, so that their streams and states stay equal; a run can then resume with
-        another number of ranks.
-
-        Raises:
-            DataError: As `take`.
-        """
-        return self.take(n)[rank::ranks]
-
     def give_back(self, prompts: Sequence[Prompt]) -> None:
         """Return prompts that were taken and not used; `take` hands them out first, in this order."""
         self._returned.extendleft(reversed(prompts))

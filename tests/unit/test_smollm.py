@@ -1,5 +1,12 @@
-"""The model of `make smollm`: a GGUF file becomes the Hugging Face folder that it was made of."""
+"""The model of `make smollm`: the hub's folder, or a GGUF file that becomes the folder that it was made of."""
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import gguf
@@ -8,7 +15,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from examples.smollm.model import LAYER_NAMES, from_gguf
+from examples.smollm.model import HUB, LAYER_NAMES, from_gguf
 
 HIDDEN, HEADS, GROUPS, LAYERS = 64, 4, 2, 2
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "12"]
@@ -87,3 +94,53 @@ def test_another_kind_of_file_is_refused(model: LlamaForCausalLM, tmp_path: Path
     write_gguf(model, tmp_path / "m.gguf", pre="llama-bpe")
     with pytest.raises(SystemExit, match=r"holds \('llama', 'gpt2', 'llama-bpe'\)"):
         from_gguf(tmp_path / "m.gguf", tmp_path / "hf")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What `huggingface_hub` asks for the model: its files at a commit, and each of them."""
+
+    files: dict[str, bytes]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path, headers = self.path.partition("?")[0], {}
+        resolve = f"/{HUB}/resolve/{COMMIT}/"
+        if path.startswith(f"/api/models/{HUB}"):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            body = json.dumps({"id": HUB, "modelId": HUB, "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith(resolve) and path.removeprefix(resolve) in self.files:
+            body = self.files[path.removeprefix(resolve)]
+            headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_the_hub_is_taken_where_it_answers(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Serve the files of a repository, of which one has a form that is not loaded; the tool runs as a user runs it."""
+    model.save_pretrained(tmp_path / "repository")
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "repository").iterdir()}
+    hub = type("TheHub", (Hub,), {"files": wanted | {"pytorch_model.bin": b"pickle", "README.md": b"# SmolLM2"}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        unset = {name: value for name, value in os.environ.items() if not name.upper().startswith(("HF_", "HTTP", "ALL_PROXY"))}
+        environment = unset | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "examples.smollm.model", "--out", str(tmp_path / "out")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        server.shutdown()
+    assert done.returncode == 0 and f"{HUB} at {COMMIT}" in done.stdout, done.stdout + done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "origin.txt"} == wanted

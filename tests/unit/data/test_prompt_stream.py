@@ -157,26 +157,6 @@ def test_one_set_has_the_state_that_it_always_had() -> None:
     assert ids(resumed.take(9 - 2)) == ids(stream.take(9 - 2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_shards_are_the_stream_on_any_number_of_ranks(ranks: int) -> None:
-    """Together they are what one rank would take, and a state of `ranks` of them goes on with four."""
-    whole = mixed((9, 1.0), (12, 2.0))
-    expected = [ids(whole.take(10)) for _ in range(6)]
-    streams = [mixed((9, 1.0), (12, 2.0)) for _ in range(ranks)]
-    for batch in expected[:3]:
-        shards = [ids(stream.take_shard(10, rank, ranks)) for rank, stream in enumerate(streams)]
-        assert (
-            sorted(i for shard in shards for i in shard) == sorted(batch) and max(map(len, shards)) - min(map(len, shards)) <= 1
-        )
-    state = streams[-1].state_dict()
-    assert state == streams[0].state_dict()
-    fresh = [mixed((9, 1.0), (12, 2.0)) for _ in range(4)]
-    for stream in fresh:
-        stream.load_state_dict(state)
-    for batch in expected[3:]:
-        assert {i for rank, stream in enumerate(fresh) for i in ids(stream.take_shard(10, rank, 4))} == set(batch)
-
-
 def test_ids_are_unique_over_all_sets() -> None:
     with pytest.raises(DataError, match="same id"):
         PromptStream.mixed([(prompts(3), 1.0), (prompts(2), 1.0)], seed=0, shuffle=True)
