@@ -312,5 +312,11 @@ class Actor:
 
     @property
     def _stats(self) -> OutputStats:
-        fused = (self.cfg.training.logits_budget_mib, not self.cfg.parallel.sequence_parallel)
-        return OutputStats(self.cfg.rollout.temperature, self.arch.vocab_size, self.groups, self.rows, *fused)
+        return OutputStats(
+            self.cfg.rollout.temperature,
+            self.arch.vocab_size,
+            self.groups,
+            self.rows,
+            budget_mib=self.cfg.training.logits_budget_mib,
+            sums_hidden_gradient=not self.cfg.parallel.sequence_parallel,
+        )

@@ -87,16 +87,19 @@ class OutputStats:
             mask: The batch's sampling masks, on the device. None: the whole vocabulary.
             teacher: The teacher's rows, for the KL to it. Only under training.logits_budget_mib. None: no teacher.
         """
-        rest = (microbatch.labels_R, self.temperature, self.groups.tp.group, self.vocab_size)
+        labels_R, temperature, group = microbatch.labels_R, self.temperature, self.groups.tp.group
         mask_RK = None if mask is None else mask.rows(microbatch.token_R)
         if self.budget_mib is None:
             assert teacher is None, "the config is checked: a teacher needs hidden states"
-            return token_stats(output, *rest, mask_RK=mask_RK, recompute=recompute)
+            return token_stats(output, labels_R, temperature, group, self.vocab_size, mask_RK=mask_RK, recompute=recompute)
         assert self.rows is not None
         return output_layer_stats(
             output,
             self.rows.weight,
-            *rest,
+            labels_R,
+            temperature,
+            group,
+            self.vocab_size,
             mask_RK=mask_RK,
             recompute=recompute,
             teacher=teacher,

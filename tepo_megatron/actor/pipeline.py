@@ -110,12 +110,12 @@ class PipelineSchedule:
             if self._experts is not None and microbatch.experts_SKT is not None:
                 self._experts.set(self._chunks.index(chunk), microbatch.experts_SKT)
             # positions come from cu_seqlens
-            inputs = microbatch.tokens_S, None, None
+            forward = partial(chunk, microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch))
             if not tracer.active:
-                return chunk(*inputs, packed_seq_params=packed_seq_params(microbatch)), partial(on_output, microbatch)
+                return forward(), partial(on_output, microbatch)
             number = progress.microbatch
             with pass_span("forward", microbatch=number, tokens=microbatch.tokens_S.numel()):
-                output = chunk(*inputs, packed_seq_params=packed_seq_params(microbatch))
+                output = forward()
             return output, partial(traced_output, number, microbatch)
 
         def traced_output(number: int, microbatch: PackedMicrobatch, *arguments: Any, **how: Any) -> Any:

@@ -4,7 +4,6 @@ Heavy modules are imported inside of the functions, so that a command starts qui
 """
 
 import argparse
-import functools
 from typing import TYPE_CHECKING
 
 from tepo_megatron.base.errors import ConfigError
@@ -178,9 +177,16 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
     cfg = load_config(args.config, overrides)
     HfReader(cfg.model.path)
     check_experts(cfg.rollout, cfg.model.path)
-    sections = (cfg.model, cfg.rollout, cfg.sync)
-    settings = functools.partial(launch_of, host=args.host, counts=cfg.logging.metrics_port is not None)
-    launch = settings(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed)
+    launch = launch_of(
+        cfg.model,
+        cfg.rollout,
+        cfg.sync,
+        platform=cfg.platform,
+        max_model_len=cfg.served_tokens,
+        seed=cfg.seed,
+        host=args.host,
+        counts=cfg.logging.metrics_port is not None,
+    )
     serve(cfg.name, cfg.rollout, launch, args.address, lambda text: print(escaped(text), flush=True))
     return 0
 

@@ -85,8 +85,8 @@ def mask_rising_entropy(advantage_R: Tensor, entropy_change_R: Tensor, tolerance
 
 def mask_both(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
     """Select the tokens of either mask, falling or rising entropy (Panel E)."""
-    tokens = advantage_R, entropy_change_R, tolerance
-    return mask_falling_entropy(*tokens) | mask_rising_entropy(*tokens)
+    falling = mask_falling_entropy(advantage_R, entropy_change_R, tolerance)
+    return falling | mask_rising_entropy(advantage_R, entropy_change_R, tolerance)
 
 
 # The exact KL of each token over the whole vocabulary: no estimator, it comes from `ops/token_statistics/teacher.py`.

@@ -45,7 +45,7 @@ EngineFactory = Callable[[Config], RolloutEngine]
 def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterator[MainDriver]:
     """Yield the driver. The engine starts loading at once, while the ranks build the actor."""
     rollout, run_dir, steps, ranks = cfg.rollout, cfg.run_dir, cfg.training.steps, cfg.parallel.world_size
-    facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, ranks, steps
+    live_metrics = partial(LiveMetrics, cfg.name, rollout.engine, cfg.platform, cfg.objective.name, ranks, steps)
     served = partial(_served_metrics, cfg.logging, run_dir)
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path, run_dir)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
@@ -54,7 +54,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
             _log_lines(log, watch_line(run_dir), *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
-            with served(log, LiveMetrics(*facts, None, None, dict)):
+            with served(log, live_metrics(None, None, dict)):
                 yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
@@ -99,7 +99,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         counts = partial(getattr, sampler, "total_counts", {})
-        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine.report, counts)))
+        stack.enter_context(served(log, live_metrics(collector.progress, engine.report, counts)))
         evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
         yield MainDriver(cfg, collector, stream, evaluated, log, engine, sampler_events, tokenizer_digests(tokenizer))
 

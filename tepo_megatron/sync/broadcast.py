@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -243,8 +244,8 @@ class GroupTransport:
             if self._sender is not None:
                 with contextlib.suppress(BrokenGroup):
                     store = self._store or join_store(spec)
-                    place = self._sender, SENDER, self.groups.device, until
-                    self._channel = BroadcastGroup.form(spec, *place, lambda: self._is_wanted(spec, store))
+                    is_wanted = partial(self._is_wanted, spec, store)
+                    self._channel = BroadcastGroup.form(spec, self._sender, SENDER, self.groups.device, until, is_wanted)
             came = self._sender is None or self._channel is not None
             with self._plan.raise_on_all_ranks():
                 if joining is not None:

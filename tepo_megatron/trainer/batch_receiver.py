@@ -69,8 +69,8 @@ class BatchReceiver:
         paths = header.path, header.experts_path
         if self._leaders is not None and header.nbytes:
             copies, paths = self._exchange(header)
-        paths = all_gather_object(paths, groups.host)[self._leader]
-        rollouts = read(header, *paths)
+        path, experts_path = all_gather_object(paths, groups.host)[self._leader]
+        rollouts = read(header, path, experts_path)
         if header.experts is not None:
             self._experts |= {i: r.experts_LKT for i, r in zip(header.ids, rollouts, strict=True) if r.experts_LKT is not None}
         self._fetched[0].update(header.ids)

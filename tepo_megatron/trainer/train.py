@@ -172,8 +172,8 @@ class _Loop:
         actor.start_step(step)
         noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
         recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
-        arguments = itertools.chain([first], parts), step, actor, self.objective, training, log, clock, self.gate
-        learn(*arguments, measures_noise=noise, recorder=recorder)
+        batch = itertools.chain([first], parts)
+        learn(batch, step, actor, self.objective, training, log, clock, self.gate, measures_noise=noise, recorder=recorder)
         schedule.publish_weights(step, clock)
         log.note(self.sync.metrics())
         log.memory(self.memory.values())

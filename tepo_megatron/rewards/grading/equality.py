@@ -106,9 +106,9 @@ def _differ(gold: list[Any], answer: list[Any]) -> bool:
     """
     if not gold or not answer:
         return False
-    pairs = _numbers(gold[0]), _numbers(answer[0])
-    return len(pairs[0]) == len(pairs[1]) and any(
-        all(_unequal(x, y) for x, y in product(_readings(a), _readings(b))) for a, b in zip(*pairs, strict=True)
+    wanted, own = _numbers(gold[0]), _numbers(answer[0])
+    return len(wanted) == len(own) and any(
+        all(_unequal(x, y) for x, y in product(_readings(a), _readings(b))) for a, b in zip(wanted, own, strict=True)
     )
 
 

@@ -48,8 +48,11 @@ def load_all(
     """Load the conversations to learn from, and the held-out ones if there are any. Raises as `load_conversations`."""
     assert cfg.data is not None, "the command refuses it"
     stops = stop_tokens(model_path, tokenizer, stop_token_ids)
-    shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
-    return [load_conversations(source, *shared) for source in (cfg.data, cfg.eval) if source is not None]
+    return [
+        load_conversations(source, cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows)
+        for source in (cfg.data, cfg.eval)
+        if source is not None
+    ]
 
 
 def load_conversations(

@@ -14,8 +14,8 @@ EXHIBITS = (
         ),
         cost="Log-probs, entropies, KL and gradients are those of temperature 1.",
         symbol="OutputStats.__call__",
-        old="rest = (microbatch.labels_R, self.temperature, self.groups",
-        new="rest = (microbatch.labels_R, 1.0, self.groups",
+        old="group = microbatch.labels_R, self.temperature,",
+        new="group = microbatch.labels_R, 1.0,",
         tests=("tests/parallel/test_actor.py::test_old_statistics_equal_transformers_on_every_layout",),
     ),
     Exhibit(
