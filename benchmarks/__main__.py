@@ -32,7 +32,6 @@ SUITES = {  # module, and the words for its `measures` -> rows, environment
     "token_stats collectives": ((4,), _FORKS),
     "packing": ((6,), {}),
     "step": ((7,), _PASSIVE),
-    "convert": ((10,), {}),
     "checkpoint demo": ((11,), _ONE_THREAD),
     "checkpoint 100m": ((11,), _ONE_THREAD),
     "sync": ((12,), _ONE_THREAD),

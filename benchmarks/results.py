@@ -20,7 +20,6 @@ ROWS = {
     4: "Collectives of log-prob + entropy",
     6: "Packing and balance",
     7: "Training step without generation",
-    10: "Conversion of checkpoints",
     11: "Saving checkpoints",
     12: "Delivery of the weights to the engine",
     13: "Rollouts one step ahead",

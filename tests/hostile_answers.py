@@ -58,32 +58,12 @@ def _nested() -> list[str]:
 
 def _characters() -> list[str]:
     plain = [
-        "\0",
-        "\0" * 500,
-        "7\0",
-        "\ud800",
-        "\udfff7",
-        "\ud83d",
-        "7\ud800\ud800",
-        "\ufeff7\ufeff8",
-        "\u202e7\u202c1",
-        "\u200b",
-    ]
+        "\0", "\0" * 500, "7\0", "\ud800", "\udfff7", "\ud83d", "7\ud800\ud800", "\ufeff7\ufeff8", "\u202e7\u202c1", "\u200b",
+    ]  # fmt: skip
     plain += [
-        "７８",
-        "٧٨",
-        "፯",
-        "𝟕𝟖",
-        "Ⅶ!",
-        "¹²³⁴",
-        "½" * 200,
-        "ﷺ" * 400,
-        "e\u0301" * 200,
-        "Ω̸" * 100,
-        "🙂" * 300,
-        "\x1b[2J",
+        "７８", "٧٨", "፯", "𝟕𝟖", "Ⅶ!", "¹²³⁴", "½" * 200, "ﷺ" * 400, "e\u0301" * 200, "Ω̸" * 100, "🙂" * 300, "\x1b[2J",
         "\r\n" * 99,
-    ]
+    ]  # fmt: skip
     return [*plain, "\b\b\b", "\x7f" * 60, "\u2028" * 60, "\x85", "\\\0", "\\", "\\\\" * 200, "%" * 400, "#" * 400, "&" * 400]
 
 
@@ -92,107 +72,31 @@ def _noise() -> list[str]:
     alphabet = "0123456789+-*/^_=<>!()[]{}\\|,.;:$%&#@~'\"abcxyz \t\n"
     texts = ["".join(draw.choices(alphabet, k=length)) for length in (20, 60, 200, 500) for _ in range(8)]
     return [
-        *texts,
-        "noise \0 " * 25_000,
-        "1" * 200_000,
-        "1+" * 250,
-        "," * 500,
-        "1," * 250,
-        "1 " * 250,
-        "=" * 500,
-        "x=" * 250,
+        *texts, "noise \0 " * 25_000, "1" * 200_000, "1+" * 250, "," * 500, "1," * 250, "1 " * 250, "=" * 500, "x=" * 250,
         "'" * 500,
-    ]
+    ]  # fmt: skip
 
 
 def _unclosed() -> list[str]:
     return [
-        r"\frac{",
-        r"\frac",
-        r"\frac{1}",
-        r"\sqrt{",
-        r"\begin{pmatrix}",
-        r"\begin{pmatrix}1&2\\",
-        r"\end{pmatrix}",
-        r"\left(",
-        r"\right)",
-        "(",
-        ")",
-        "[1,",
-        "(1,2",
-        r"\{",
-        r"\text{",
-        "^",
-        "_",
-        "1^",
-        "^1",
-        "_{",
-        r"\sum_{",
-        r"\int",
-        "|",
-        "||",
-        "$",
-        "$$",
-        r"\begin{matrix}" * 20,
-        r"\left" * 80,
-        r"\frac" * 80,
-        r"\sqrt" * 80,
-        r"\boxed" * 60,
-        "^" * 400,
-        "_" * 400,
+        r"\frac{", r"\frac", r"\frac{1}", r"\sqrt{", r"\begin{pmatrix}", r"\begin{pmatrix}1&2\\", r"\end{pmatrix}", r"\left(",
+        r"\right)", "(", ")", "[1,", "(1,2", r"\{", r"\text{", "^", "_", "1^", "^1", "_{", r"\sum_{", r"\int", "|", "||", "$",
+        "$$", r"\begin{matrix}" * 20, r"\left" * 80, r"\frac" * 80, r"\sqrt" * 80, r"\boxed" * 60, "^" * 400, "_" * 400,
         "-" * 500 + "8",
-    ]
+    ]  # fmt: skip
 
 
 def _code() -> list[str]:
     calls = [
-        "__import__('os').system('kill -9 0')",
-        "eval('9**9**9')",
-        "exec('while True: pass')",
-        "open('/etc/passwd').read()",
-        "().__class__.__bases__[0].__subclasses__()",
-        "lambda: 0",
-        "exit()",
-        "quit()",
-        "os._exit(0)",
-        "sys.exit(1)",
-        "print('\"equal\"')",
-        '[1, "equal", 1.0, ""]',
-        '"ready"',
-        "Integer(7) if False else 8",
-        "factorial(10**9)",
-        "prod(range(1, 10**9))",
-        "integrate(sin(x**x), x)",
-        "nsolve(x, x, 10**99)",
-        "Symbol('x').__class__",
-        "{{7*7}}",
-        "${7*7}",
-        "`id`",
-        "$(id)",
-        "; rm -rf x",
-        "%(7)s",
-        "{0.__class__}",
-        "\\input{/etc/passwd}",
-        "\\write18{id}",
-        "\\def\\x{\\x\\x}\\x",
-        "\\catcode`\\%=12",
-        "import signal",
-        "signal.alarm(0)",
-        "raise SystemExit",
-        "raise MemoryError",
-        "True == 1",
-        "None",
-        "nan",
-        "zoo",
-        "oo",
-        "inf",
-        "-inf",
-        "NaN",
-        "E**E**E**E**E",
-        "I**I**I**I",
-        "S.Infinity",
-        "Float('nan')",
-    ]
+        "__import__('os').system('kill -9 0')", "eval('9**9**9')", "exec('while True: pass')", "open('/etc/passwd').read()",
+        "().__class__.__bases__[0].__subclasses__()", "lambda: 0", "exit()", "quit()", "os._exit(0)", "sys.exit(1)",
+        "print('\"equal\"')", '[1, "equal", 1.0, ""]', '"ready"', "Integer(7) if False else 8", "factorial(10**9)",
+        "prod(range(1, 10**9))", "integrate(sin(x**x), x)", "nsolve(x, x, 10**99)", "Symbol('x').__class__", "{{7*7}}",
+        "${7*7}", "`id`", "$(id)", "; rm -rf x", "%(7)s", "{0.__class__}", "\\input{/etc/passwd}", "\\write18{id}",
+        "\\def\\x{\\x\\x}\\x", "\\catcode`\\%=12", "import signal", "signal.alarm(0)", "raise SystemExit",
+        "raise MemoryError", "True == 1", "None", "nan", "zoo", "oo", "inf", "-inf", "NaN", "E**E**E**E**E", "I**I**I**I",
+        "S.Infinity", "Float('nan')",
+    ]  # fmt: skip
     return [*calls, *(rf"\text{{{call}}}" for call in calls[:8])]
 
 

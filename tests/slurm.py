@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from tepo_megatron.base.processes import die_with_parent
 from tests.hosts import Host
 
@@ -29,6 +31,14 @@ def missing() -> str | None:
     if lacking:
         return f"{', '.join(lacking)} not installed (Debian: slurm-wlm, munge)"
     return None if os.geteuid() == 0 else "slurmd needs root to start tasks"
+
+
+MARKS = [
+    pytest.mark.full,
+    pytest.mark.slurm,
+    pytest.mark.e2e,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,32 @@ FRESH = ROOT / "tests" / "data" / "alert_runs_fresh.jsonl.gz"
 PAGE = ROOT / "docs" / "alerts.md"
 
 
-def table(path: Path) -> str:
-    """Return the figures of each recorded run with a fault, and the number of false alarms, in Markdown."""
+def table() -> str:
+    """Return when each fault was raised with the seeds of RUNS and those of FRESH, and the false alarms, in Markdown."""
+    (first, summary), (fresh, fresh_summary) = _figures(RUNS), _figures(FRESH)
+    lines = ["| fault | made by | expected | raised at step | with other seeds |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(name)} | {raised} | {fresh.get(name, 'not run')} |" for name, raised in first.items()]
+    return "\n".join([*lines, "", summary, f"With other seeds: {fresh_summary}"])
+
+
+def _figures(path: Path) -> tuple[dict[tuple[str, str, str], str], str]:
+    """Return (fault, how it was made, expected alert) -> the steps of its alerts, and a sentence of the counts."""
     runs = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    lines, found, false = ["| fault | made by | expected | raised at step | others |", "|---|---|---|---|---|"], 0, 0
+    faults: dict[tuple[str, str, str], str] = {}
+    found, per_rule = 0, dict.fromkeys((rule.name for rule in RULES), 0)
+    for run in runs:
+        raised, expected = _raised(run), run["expected"]
+        if expected is None:
+            for name in raised:
+                per_rule[name] += 1
+            continue
+        found += expected in raised
+        others = [f"`{name}` at {step}" for name, step in raised.items() if name != expected]
+        faults[run["name"], run["made"], f"`{expected}`"] = ", ".join([str(raised.get(expected, "never")), *others])
     healthy = [run for run in runs if run["expected"] is None]
-    planted = [run for run in runs if run["expected"] is not None]
-    for run in planted:
-        raised = _raised(run)
-        found += run["expected"] in raised
-        others = ", ".join(f"`{name}` at {step}" for name, step in raised.items() if name != run["expected"]) or "-"
-        step = raised.get(run["expected"], "never")
-        lines.append(f"| {run['name']} | {run['made']} | `{run['expected']}` | {step} | {others} |")
-    per_rule = dict.fromkeys((rule.name for rule in RULES), 0)
-    for run in healthy:
-        for name in _raised(run):
-            per_rule[name] += 1
-            false += 1
-    steps = sum(len(run["records"]) for run in healthy)
-    alarms = ", ".join(f"`{name}` {count}" for name, count in per_rule.items() if count)
-    total = f"False alarms in {len(healthy)} healthy runs of {steps} steps: {false}{f' ({alarms})' if alarms else ''}."
-    return "\n".join([*lines, "", f"Found: {found} of {len(planted)}. {total}"])
+    steps, alarms = sum(len(run["records"]) for run in healthy), [f"`{name}` {n}" for name, n in per_rule.items() if n]
+    false = f"False alarms in {len(healthy)} healthy runs of {steps} steps: {', '.join(alarms) or 0}."
+    return faults, f"Found: {found} of {len(faults)}. {false}"
 
 
 def _raised(run: dict[str, Any]) -> dict[str, int]:
@@ -46,11 +51,9 @@ def _raised(run: dict[str, Any]) -> dict[str, int]:
 
 def page(text: str) -> str:
     """Return the page with its figures written again."""
-    for mark, path in (("figures", RUNS), ("fresh figures", FRESH)):
-        head, _, rest = text.partition(f"<!-- {mark} -->\n")
-        end = f"<!-- end of {mark} -->"
-        text = f"{head}<!-- {mark} -->\n{table(path)}\n{end}{rest.partition(end)[2]}"
-    return text
+    head, _, rest = text.partition("<!-- figures -->\n")
+    end = "<!-- end of figures -->"
+    return f"{head}<!-- figures -->\n{table()}\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

@@ -42,7 +42,13 @@ with the keys and the fix.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
 OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}
-OF_EVERY_TERM = "Every term has `type`, its kind, and `weight` (number, default `1.0`), the factor of its value in the reward."
+TERMS = """## `reward.terms[]`
+
+Every term has `type`, its kind, and `weight` (number, default `1.0`), the factor of its value in the reward. Below each kind
+are its other keys.
+
+| kind, keys | type | default | meaning |
+|---|---|---|---|"""
 SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 
@@ -94,7 +100,13 @@ def variants_of(hint: Any) -> tuple[type, ...]:
 
 def page() -> str:
     """Return the whole reference page."""
-    text = "\n".join([HEAD, *(_variant(section) if section.variants else _section(section) for section in sections())])
+    parts = [HEAD]
+    for section in sections():
+        if section.cls not in typing.get_args(AnyTermConfig):
+            parts.append(_variant(section) if section.variants else _section(section))
+        elif TERMS not in parts[-1]:
+            parts.append("\n".join([TERMS, *_terms()]) + "\n")
+    text = "\n".join(parts)
     return text.replace("<count>", str(count(text)))
 
 
@@ -114,16 +126,18 @@ def meanings(cls: type) -> tuple[str, dict[str, str]]:
 def _section(section: Section) -> str:
     """Return the part of the page for one section."""
     cls = section.cls
-    intro, hints = meanings(cls)[0], typing.get_type_hints(cls, include_extras=True)
-    title = f"`{section.name}`" if section.name else "The top"
-    if section.name.endswith("[]") and "type" in hints:
-        title += f": {type_of(hints['type'])}"
-    lines = [f"## {title}", "", *([prose(intro), ""] if intro else [])]
-    of_a_term = OF_A_TERM if cls in typing.get_args(AnyTermConfig) else {}
-    if "math" in type_of(hints.get("type", str)):
-        lines += [prose(OF_EVERY_TERM), ""]
-    own = [name for name in fields_of(cls) if name not in of_a_term]
-    return "\n".join([*lines, *(_table(section, own) if own else []), *_checked_fields(cls)]).rstrip() + "\n"
+    intro = meanings(cls)[0]
+    lines = [f"## `{section.name}`" if section.name else "## The top", "", *([prose(intro), ""] if intro else [])]
+    return "\n".join([*lines, *_table(section, list(fields_of(cls))), *_checked_fields(cls)]).rstrip() + "\n"
+
+
+def _terms() -> Iterator[str]:
+    """Yield the rows of the reward's terms: for each kind its description, then its keys."""
+    for section in sections():
+        if section.cls in typing.get_args(AnyTermConfig):
+            kind, meaning = type_of(typing.get_type_hints(section.cls)["type"]), prose(meanings(section.cls)[0])
+            yield f"| **{kind}** |  |  | {meaning} |".replace("|y|", r"\|y\|")
+            yield from _table(section, [name for name in fields_of(section.cls) if name not in OF_A_TERM])[2:]
 
 
 def _checked_fields(cls: type) -> list[str]:

@@ -1,7 +1,6 @@
 """Compare a loss function, value and gradients, with the fp64 reference.
 
     python -m tests.conformance my_package.losses:grpo --as grpo --set clip_high=0.2
-    python -m tests.conformance own          # this project's rows
     python -m tests.conformance trl verl --peers FOLDER [--write]
 
 A function is given a `tests.conformance.parts.Part` and returns what that part contributes to the loss. Exit status 1 where a
@@ -22,7 +21,7 @@ from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check_all
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
 
-ADAPTERS = ("own", "trl", "verl")
+ADAPTERS = ("trl", "verl")
 
 
 def method_of(row: str, replaced: list[str]) -> Formula:
@@ -47,7 +46,7 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
     """Return the loss functions that a name on the command line selects.
 
     Args:
-        name: `own`, `trl`, `verl`, or the path "module:function" of a user's function.
+        name: `trl`, `verl`, or the path "module:function" of a user's function.
     """
     if name in ADAPTERS:
         adapter = importlib.import_module(f"tests.conformance.adapters.{name}")

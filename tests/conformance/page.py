@@ -1,4 +1,4 @@
-"""The page of results, written by `python -m tests.conformance own trl verl --peers FOLDER --write`."""
+"""The page of results, written by `python -m tests.conformance trl verl --peers FOLDER --write`."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from tests.conformance.cases import Case
 from tests.conformance.check import Result, Subject
 
 PAGE = "docs/conformance.md"
-TITLES = {"own": "This project's rows", "trl": "TRL", "verl": "verl"}
+TITLES = {"trl": "TRL", "verl": "verl"}
 Table = list[tuple[Subject, list[Result]]]
 
 _HEAD = """# Test your own loss
@@ -41,8 +41,8 @@ FAIL  unequal microbatches
 ```
 
 Where a sequence's tokens lie on several ranks, a sequence ratio needs communication, which a pure function has not. That
-case is left out (n/a) unless you say `--splits-sequences`. This project's own layouts are tested with real ranks
-(`tests/parallel/test_every_objective.py`).
+case is left out (n/a) unless you say `--splits-sequences`. This project's own rows are compared with the same reference in
+`tests/unit/losses/test_objective_parity.py`, and with real ranks in `tests/parallel/test_every_objective.py`.
 """
 _MEANING = """\
 The figures are the larger error of loss (relative to what it adds up) and gradients (2-norm). The tolerance is 1e-6 in fp64
@@ -88,8 +88,7 @@ def _escaped(words: str) -> str:
 
 
 def _versions(name: str) -> str:
-    of = "" if name not in ("trl", "verl") else f"{name} {importlib.metadata.version(name)}, "
-    return f"{of}torch {torch.__version__.partition('+')[0]}."
+    return f"{name} {importlib.metadata.version(name)}, torch {torch.__version__.partition('+')[0]}."
 
 
 def _cell(subject: Subject, result: Result) -> str:
@@ -117,7 +116,7 @@ def _notes(table: Table, cases: Sequence[Case]) -> list[str]:
         for name, numbers in where.items():
             alike.setdefault(", ".join(numbers), []).append(f"`{name}`")
         lines.append(f"* {reason}: " + "; ".join(f"{', '.join(names)} in {numbers}" for numbers, names in alike.items()) + ".")
-    return lines or ["No case fails."]
+    return lines
 
 
 def _reason(subject: Subject, result: Result) -> str:

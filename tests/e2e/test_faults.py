@@ -6,15 +6,12 @@ of these needs a server (those that do: tests/server, test_train.py); those in m
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import tepo_megatron.engines.engines  # noqa: F401  its annotations name Popen, which a test below replaces
-from tepo_megatron.command import parsers
 from tests.recorded import step_records, steps_taken
 from tests.tiny import tiny_qwen3
 
@@ -33,36 +30,6 @@ def refused(command, *phrases: str) -> None:
 def test_refused_before_any_process_starts(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     phrase = "parallel.tp=4 does not divide num_query_groups=2; use 1 or 2"
     refused(tepo(*arguments(random_model, parallel__tp=4)), phrase)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "phrase"),
-    [
-        ({"rollout__temprature": 1}, "rollout.temprature: unknown key; did you mean temperature?"),
-        ({"parallel__sequence_parallel": "true", "parallel__tp": 1}, "sequence_parallel=true needs tp > 1"),
-        ({"objective__name": "tpeo"}, "objective.name='tpeo' is unknown"),
-        ({"model__path": "no/such/model"}, "no/such/model/config.json: not found"),
-    ],
-)
-def test_refused_without_a_process(
-    arguments,
-    random_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    overrides: dict,
-    phrase: str,
-) -> None:
-    """Call the command's function in this process, which may start no other one; it refuses as above."""
-
-    def start(*words: object, **options: object) -> None:
-        raise AssertionError(f"{words} was started")
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    assert parsers.main(arguments(random_model, **overrides)) == 1
-    output = "".join(capsys.readouterr())
-    assert phrase in output and output.count("tepo: error:") == 1 and "Traceback" not in output, output
     assert not (tmp_path / "runs").exists()
 
 

@@ -24,12 +24,7 @@ from tests.launch.test_jobs import typed
 from tests.parallel.resume_worlds import records
 from tests.recorded import steps_taken
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.slurm,
-    pytest.mark.e2e,
-    pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
-]
+pytestmark = slurm.MARKS
 # in the place of the training environment's python: the node check, and `tepo train` with an engine that needs no server
 SCRIPTED = f"""#!/bin/bash
 if [[ $1 = *.py ]]; then exec {sys.executable} "$@"; fi

@@ -15,12 +15,7 @@ from tests import slurm
 from tests.launch.cases import PYTHON, ROOT
 from tests.tiny import tiny_qwen3
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.slurm,
-    pytest.mark.e2e,
-    pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
-]
+pytestmark = slurm.MARKS
 NVIDIA_SMI = "#!/bin/bash\nfor i in $(seq ${SLURM_GPUS_ON_NODE:-0}); do echo 580.65.06; done\n"
 
 

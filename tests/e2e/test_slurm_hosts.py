@@ -20,12 +20,7 @@ from tests.hosts import Host
 from tests.launch.cases import PYTHON, ROOT
 from tests.parallel.resume_worlds import records
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.slurm,
-    pytest.mark.e2e,
-    pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
-]
+pytestmark = slurm.MARKS
 # in the place of the training environment's python: `tepo train` with an engine that needs no server
 SCRIPTED = f"""#!/bin/bash
 words=()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.base.errors import ConfigError
@@ -121,24 +120,6 @@ kills = st.builds(
     lambda where, step, after, rank: Kill(where, step, after=after, rank=rank * PLACES[where]),
     st.sampled_from(sorted(PLACES)), st.integers(1, w.STEPS), st.booleans(), st.integers(0, 1),
 )  # fmt: skip
-
-
-@pytest.mark.full
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(kills, min_size=1, max_size=2), st.sampled_from([1, 2]), st.booleans())
-def test_random_kills_change_nothing(
-    straight: Callable[[int], Outcome],
-    model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    of: list[Kill],
-    every: int,
-    asynchronous: bool,
-) -> None:
-    folder = tmp_path_factory.mktemp("random")
-    of = sorted(of, key=lambda kill: kill.step)  # otherwise the second kill would not come
-    cfg = w.run_config(model, folder, parallel={"tp": 2}, checkpoint={"every": every, "asynchronous": asynchronous})
-    w.lineage(cfg, folder / "journal", *of, all_happen=False)
-    w.assert_same(w.outcome(cfg, folder / "journal"), straight(2))
 
 
 def made(model: Path, tmp_path: Path, **sections: Any) -> Config:

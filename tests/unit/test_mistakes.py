@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -138,6 +139,7 @@ def test_a_mistake_is_one_clear_message(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda _, words, *__, **___: pytest.fail(f"{words} was started"))
     begun = time.process_time()
     try:
         status = parsers.main(re.findall(r"--[\w.]+=\[.*\]|\S+", words))

@@ -81,10 +81,3 @@ class MeasuredSteps:
         if self.on_gpu:
             torch.cuda.synchronize()
         dist.barrier(group=self.groups.host)
-
-    def peak_gib(self) -> float | None:
-        """Return the peak GiB allocated since the start, on the rank with the largest peak; None without a GPU."""
-        mine = torch.cuda.max_memory_allocated() / 2**30 if self.on_gpu else 0.0
-        all_ranks = [mine] * self.groups.world_size
-        dist.all_gather_object(all_ranks, mine, group=self.groups.host)
-        return max(all_ranks) if self.on_gpu else None

@@ -71,7 +71,6 @@ def unknown_commands(text: str) -> Iterator[str]:
 
 
 def test_commands_exist() -> None:
-    """Commands in the blocks and in the text of every page exist."""
     texts = [(page, text) for page in PAGES for text in [*inline_code(page), *(" ".join(words) for words in commands(page))]]
     assert [(str(page), text, name) for page, text in texts for name in unknown_commands(text)] == []
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.gpu.check import command, lines, machine, report
-from benchmarks.gpu.check.lines import Check, Skip
+from benchmarks.gpu.check import command, machine, report
+from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import run_tree
 from benchmarks.gpu.check.parts import PARTS, line_names
 from benchmarks.gpu.check.run_step import attention_words
@@ -87,54 +87,6 @@ def _processes_of(*words: str) -> list[str]:
         ):
             commands.append(command)
     return commands
-
-
-def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
-    here = check_of(tmp_path)
-    with here.line("a", "b"):
-        here.report("a", "measured", 1.0, "s")
-        raise ValueError("broken")
-    with here.line("c"):
-        raise Skip("no such device")
-    here.verdict("d", float("nan"), 1.0)
-    here.file.write_text(here.file.read_text() + '{"name": "cut o')
-    reported = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
-    assert reported[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
-    assert reported[3][:2] == ("d", "failed") and len(reported) == 4
-
-
-FILE = """import os, pytest
-def test_a(): pass
-@pytest.mark.skipif(True, reason='no engine')
-def test_b(): pass
-def test_c(): assert False, 'wrong'
-@pytest.fixture
-def x(): raise ValueError('no fixture')
-def test_d(x): pass
-"""
-
-
-def run_tests_of(folder: Path, name: str) -> tuple[int, list[dict[str, Any]]]:
-    """Run a file of tests as a task does; return the exit status and all reported lines."""
-    code = (
-        "import sys; from pathlib import Path; from benchmarks.gpu.check.lines import Check; "
-        "from benchmarks.gpu.check.run_tests import run_file; folder = Path(sys.argv[1]); "
-        "run_file(Check('cpu', sys.argv[2], folder, folder / 'lines', 1e9), sys.argv[1])"
-    )
-    words = [sys.executable, "-c", code, str(folder), name]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, lines.read_all(folder / "lines")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_file_of_tests_reports_after_each_test(tmp_path: Path, dies: bool) -> None:
-    (tmp_path / "test_some.py").write_text(FILE + "def test_e(): os.abort()\n" * dies)
-    status, (*first, last) = run_tests_of(tmp_path, "test_some.py")
-    assert status == (-6 if dies else 0)
-    assert [line["value"] for line in first[:2]] == ["1 passed", "1 passed, 1 skipped"]
-    assert last["value"] == "2 failed, 1 passed, 1 skipped" and last["status"] == ("running" if dies else "failed")
-    assert last["why"] == "no engine; test_c: AssertionError: wrong; test_d: ValueError: no fixture"
 
 
 def test_the_plan_takes_the_attention_that_is_here(tmp_path: Path) -> None:

@@ -39,15 +39,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rolout": {}}, r"rolout: unknown key; did you mean rollout\?"),
-        ({"rollout": {"temprature": 1}}, r"rollout.temprature: unknown key; did you mean temperature\?"),
-        ({"optimizer": {"learning_rate": 1e-6}}, r"optimizer.learning_rate: unknown key; did you mean optimizer\.lr\?"),
-        ({"training": {"lr": 1e-6}}, r"training.lr: unknown key; did you mean optimizer\.lr\?"),
         (
             {"data": {"train": "t", "template_kwargs": {"enable_thinking": "off"}}},
             r"enable_thinking=off is text; write true or",
         ),
-        ({"rollout": {"server": {"restart": 1}}}, r"rollout.server.restart: unknown key; did you mean restarts\?"),
         (
             {"sync": {"transport": {"type": "group", "timeout_seconds": 60}}},
             r"sync.transport.timeout_seconds=60 must be below rollout.server.heartbeat_timeout=60",
@@ -73,15 +68,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"only": True}},
             r"sync\.quantize=fp8 has servers wait for their first weights",
         ),
-        ({"seed": -1}, "seed: .*greater than or equal to 0 .*-1"),
-        ({"platform": "tpu"}, "platform: .*'cpu' or 'cuda' .*'tpu'"),
-        ({"optimizer": {"lr": 0}}, "optimizer.lr: .*greater than 0"),
         ({"parallel": {"sequence_parallel": True}}, "parallel: sequence_parallel=true needs tp > 1"),
         ({"parallel": {"vpp": 2}}, "parallel: vpp=2 needs pp > 1"),
         ({"parallel": {"ep": 3, "dp": 2}}, r"ep=3 does not divide dp\*cp=2"),
         ({"rollout": {"prompts_per_step": 8}}, "minibatch_prompts=16 exceeds rollout.prompts_per_step=8"),
-        ({"training": {"max_tokens_per_microbatch": 100}}, "max_tokens_per_microbatch=100 cannot hold one sequence"),
-        ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt: .*greater than or equal to 2"),
         ({"platform": "cpu", "model": {"path": "m", "attention": "te"}}, "model.attention=te needs platform=cuda"),
         (
             {"training": {"share_prompts": "always"}, "model": {"path": "m", "attention": "te"}},
@@ -92,7 +82,6 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             "precision=fp32 with model.attention=te and parallel.cp=2: .*set model.attention to auto or sdpa",
         ),
         ({"evaluation": {"samples": 4, "temperature": 0}}, "samples=4 at temperature=0 would all be the same"),
-        ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
         ({"name": ".."}, r"name='\.\.' must be a plain folder name"),
         ({"evaluation": {"every": 5}}, r"evaluation\.every=5 needs data\.eval"),
         (
@@ -134,14 +123,6 @@ def test_missing_keys_are_named_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [", "not valid YAML"), ("- 1", "a config is a mapping"), ("", "a config is a mapping")]
-)
-def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(written(tmp_path, text))
-
-
-@pytest.mark.parametrize(
     ("text", "lines"),
     [("seed: 1\noptimizer: {lr: 1}\nname: a\noptimizer: {}", "optimizer is written twice, in lines 2 and 4"),
      ("optimizer:\n  lr: 1\n  lr: 1", "lr is written twice, in lines 2 and 3"), ("sft: {data: a, data: b}", "lines 1 and 1")],
@@ -167,24 +148,6 @@ def test_a_value_that_is_text_is_read_by_its_field_or_refused(tmp_path: Path) ->
     assert load_config(written(tmp_path, to_yaml(cfg))) == cfg
     with pytest.raises(ConfigError, match=r"training\.steps: .*valid integer \(got '010'\)"):
         load_config(path, ["--training.steps", "010"])
-
-
-def test_missing_file() -> None:
-    with pytest.raises(ConfigError, match=r"no/such\.yaml: cannot read"):
-        load_config("no/such.yaml")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["steps", "3"], "expected --key value"),
-        (["--seed"], "--seed: the value is missing"),
-        (["--seed.x", "1"], "seed is a value"),
-    ],
-)
-def test_malformed_overrides(tmp_path: Path, words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(written(tmp_path, to_yaml(validate(MINIMAL))), words)
 
 
 OF_PROFILES = {"kuberay", "skypilot"}

@@ -11,7 +11,7 @@ from tepo_megatron.actor import build, precision
 from tepo_megatron.actor.passed_fields import check_passed_fields, passed_fields
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
-from tepo_megatron.config.io import load_config, to_yaml, validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.config.megatron import CHECKED, TESTED, untested_fields
 from tepo_megatron.config.owned_fields import OWNED
 from tepo_megatron.doctor import machine
@@ -118,21 +118,6 @@ def test_unknown_names_and_wrong_types_are_refused(section: str, fields: dict[st
         check_passed_fields(megatron)
 
 
-@pytest.mark.parametrize(
-    ("section", "fields", "said"),
-    [
-        ("optimizer", {"adam_beta2": 1.0}, r"megatron\.optimizer\.adam_beta2: .*less than 1 \(got 1\.0\)"),
-        ("optimizer", {"exp_avg_dtype": "int4"}, r"megatron\.optimizer\.exp_avg_dtype: .*'fp32', 'bf16' or 'fp8'"),
-        ("ddp", {"bucket_size": 0}, r"megatron\.ddp\.bucket_size: .*greater than or equal to 1"),
-        ("ddp", {"overlap_grad_reduce": "perhaps"}, r"megatron\.ddp\.overlap_grad_reduce: .*boolean"),
-        ("transformer", {"tp_comm_overlap": []}, r"megatron\.transformer\.tp_comm_overlap: .*boolean"),
-    ],
-)
-def test_checked_fields_are_refused_with_the_config(section: str, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        config(**{section: fields})
-
-
 def test_values_become_what_megatron_takes() -> None:
     megatron = MegatronConfig(
         transformer={"autocast_dtype": "bf16", "attention_backend": "flash", "cp_comm_type": "p2p"},
@@ -141,13 +126,6 @@ def test_values_become_what_megatron_takes() -> None:
     found = passed_fields(megatron, "transformer")
     assert found["autocast_dtype"] is torch.bfloat16 and found["attention_backend"].name == "flash"
     assert found["cp_comm_type"] == "p2p" and passed_fields(megatron, "optimizer") == {"sgd_momentum": 1}
-
-
-def test_fields_survive_the_resolved_config(tmp_path: Path) -> None:
-    cfg = config(**PASSED)
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(cfg))
-    assert load_config(path) == cfg
 
 
 def test_what_no_test_trains_with_is_said() -> None:

@@ -1,6 +1,5 @@
 """Sections with variants: which variant is meant, which keys stay when a layer names another."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,8 @@ import pytest
 import yaml
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.config import Config, GroupTransportConfig, ShmTransportConfig, UrlServerConfig
-from tepo_megatron.config.io import load_config, plain, validate, with_overrides
-from tepo_megatron.config.layers import Layers
+from tepo_megatron.config import GroupTransportConfig, ShmTransportConfig, UrlServerConfig
+from tepo_megatron.config.io import load_config, validate
 
 MINIMAL: dict[str, Any] = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -58,17 +56,3 @@ def test_a_key_without_effect_is_refused_with_the_reason() -> None:
         ConfigError, match=r"rollout\.server\.kv_cache_gib: has no effect on the servers of rollout\.server\.urls"
     ):
         validate({**MINIMAL, "rollout": {"server": {"urls": ["http://127.0.0.1:1"], "kv_cache_gib": 1}}})
-
-
-def test_every_variant_survives_the_resolved_config() -> None:
-    for server in ({}, {"rendezvous": "r", "python": "p"}, {"urls": ["http://10.0.0.1:1"], "tp": 4}):
-        for transport in ({"type": "shm", "folder": "f"}, {"type": "group", "address": "10.0.0.2"}):
-            cfg: Config = validate({**MINIMAL, "rollout": {"server": server}, "sync": {"transport": transport}})
-            assert validate(plain(cfg)) == cfg and dataclasses.replace(cfg, name="run") == cfg
-
-
-def test_another_type_replaces_the_section_below() -> None:
-    layers = Layers()
-    layers.add({**MINIMAL, "objective": {"correction": {"type": "geometric_mask", "low": 0.9}}}, "run.yaml")
-    assert with_overrides(layers, ["--objective.correction", "tis"], "run.yaml").objective.correction == {"type": "tis"}
-    assert with_overrides(layers, ["--objective.correction.high", "3"], "").objective.correction == {"type": "tis", "high": 3}

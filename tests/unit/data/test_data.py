@@ -41,15 +41,6 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
     assert all(type(token) is int for p in prompts for token in p.token_ids)
 
 
-def test_keys_are_configurable(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    row = {"q": {"text": "3+4?"}, "gold.int": 7, "label": "no", "prompt": "no", "answer": "no"}
-    path = write(tmp_path / "d.jsonl", row)
-    (prompt,) = load(path, tokenizer, prompt_key="q.text", answer_key="gold.int").prompts
-    assert (prompt.answer, len(prompt.token_ids)) == ("7", 4)
-    (prompt,) = load(path, tokenizer, prompt_key="q.text").prompts  # the other key is found
-    assert prompt.answer == "no"
-
-
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (3, 4, 5, 9, 1)]
     path = write(tmp_path / "d.jsonl", *rows)
@@ -88,13 +79,6 @@ def test_bad_row_is_named(row: object, message: str, tmp_path: Path, tokenizer: 
     path = write(tmp_path / "d.jsonl", {"prompt": "ok", "answer": "1"}, b"", row)
     with pytest.raises(DataError, match=rf"^{path}:3: .*{message}"):
         load(path, tokenizer)
-
-
-def test_missing_and_empty_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: cannot read .*No such file"):
-        load(tmp_path / "none.jsonl", tokenizer)
-    with pytest.raises(DataError, match=r"empty\.jsonl: the dataset is empty"):
-        load(write(tmp_path / "empty.jsonl", b"", b"  "), tokenizer)
 
 
 def test_tokenizer_errors_name_directory_and_file(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tepo_megatron.config import DataConfig, DataSet, RewardConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.data import Data, PromptStream, load_data
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.monitor.run_dir import prepare
 from tests.datasets import write
 
 
@@ -62,17 +61,6 @@ def test_a_wrong_data_section_is_refused(data: dict[str, Any], message: str) -> 
 def test_brackets_of_several_files_are_no_slice() -> None:
     assert DatasetSource.of("data/train-[0-9].jsonl").path == "data/train-[0-9].jsonl"
     assert DataConfig(train="data/train-[0-9].jsonl[:5]").name == "data/train-[0-9].jsonl[:5]"
-
-
-def test_a_set_in_the_run_that_would_be_replaced(tmp_path: Path) -> None:
-    inside = tmp_path / "a" / "rollouts" / "t.jsonl"
-    inside.parent.mkdir(parents=True)
-    inside.write_text("{}")
-    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
-    cfg = config({"train": [{"path": "b"}, {"path": f"{inside}[:5]"}]}, output=str(tmp_path), overwrite=True)
-    with pytest.raises(ConfigError, match=r"^data\.train=.*t\.jsonl\[:5\] lies in the run that would be replaced"):
-        prepare(cfg)
-    assert inside.exists()
 
 
 @pytest.fixture

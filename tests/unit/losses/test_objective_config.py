@@ -14,7 +14,6 @@ from tests.reference.methods import CORRECTION_BOUNDS
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        ({"name": "tpeo"}, "objective.name='tpeo' is unknown"),
         ({"ratio": "sentence"}, "objective.ratio='sentence' is unknown; use one of token, sequence"),
         ({"advantage": "median"}, "objective.advantage='median' is unknown; use one of std, mean, leave_one_out, gpg, none"),
         ({"weighting": "top"}, "weighting: type='top' is unknown; use one of none, clip_cov, kl_cov, steer"),

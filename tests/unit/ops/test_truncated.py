@@ -60,16 +60,6 @@ def test_values_and_gradients_are_those_of_the_renormalized_distribution(dtype: 
     assert torch.equal(z.grad[exact.grad == 0], torch.zeros_like(z.grad[exact.grad == 0])) and stats.entropy_R[0] == 0
 
 
-def test_a_mask_of_the_whole_vocabulary_is_no_mask() -> None:
-    logits, labels = case(9, 33)
-    whole = torch.arange(33).expand(9, 33)
-    one, other = (logits.clone().requires_grad_() for _ in range(2))
-    for z, mask in ((one, None), (other, whole)):
-        stats = token_stats(z, labels, 0.7, None, mask_RK=mask)
-        (stats.logprob_R.sum() + stats.entropy_R.sum()).backward()
-    torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
-
-
 def test_tokens_tied_with_the_last_of_top_k_are_kept() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
     found = token_stats(logits, torch.tensor([1]), 1.0, None, recompute=Truncation(2)).recomputed

@@ -97,11 +97,6 @@ def test_the_limit_that_is_drawn_is_the_runs_own(tmp_path: Path) -> None:
     assert [rule.y for rule in axis.rules] == [0.02]
 
 
-def test_a_folder_without_metrics_is_a_data_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"metrics\.jsonl"):
-        write_report(tmp_path)
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"steps": 4}', json.dumps(SUMMARY | {"standard_error": 0.02})])
 def test_a_malformed_summary_is_named(tmp_path: Path, text: str) -> None:
     write_run(tmp_path, records(2))

@@ -182,20 +182,6 @@ def test_a_function_that_fails_is_an_error_that_names_it(functions: str, name: s
         score(config({"type": "custom", "function": f"{functions}:{name}"}), [rollout("four"), rollout("abc")])
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("two", "two must take prompt, response, answer and, if it wants the other columns, row and nothing else"),
-        ("number", r"number is no function; write `def number\(prompt, response, answer\) -> float`"),
-        ("shaer", "defines no shaer; name a function of it"),
-        ("", "not of the form path/to/file.py:name"),
-    ],
-)
-def test_what_is_no_function_is_refused(functions: str, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_reward(config({"type": "custom", "function": f"{functions}:{name}"}))
-
-
 # settings
 
 
@@ -203,9 +189,7 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
     ("reward", "message"),
     [
         ({"terms": [{"type": "math", "wieght": 1}]}, r"reward\.terms\.0\.math\.wieght: unknown key; did you mean weight\?"),
-        ({"terms": [{"type": "mth"}]}, r"reward\.terms\.0: Input tag 'mth' .* 'math', 'answer_line', 'format'"),
         ({"terms": [{"weight": 1}]}, r"reward\.terms\.0: the key `type` is required"),
-        ({"terms": []}, "terms: the first entry is the verdict"),
         (
             {"terms": [{"type": "length", "max_tokens": 3}]},
             "let it be math, answer_line, .*, http or judge",

@@ -13,6 +13,7 @@ from tepo_megatron.rollout.chat_request import RefusedRequest
 from tepo_megatron.rollout.responses import read_request
 from tests.unit.rollout.test_environments import pieces
 from tests.unit.rollout.test_gateway import CALL, run
+from tests.unit.rollout.test_gateway_requests import LABELS
 
 SAMPLING = SamplingParams(1, 0.7, 400, (2,), top_p=0.9)
 OPEN = "<|im_start|>assistant\n"
@@ -104,10 +105,6 @@ def test_the_unchanged_openai_agents_sdk(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 HONOURED = {"input", "instructions", "model", "tools", "max_output_tokens", "stream"}
-LABELS = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options",
-}  # fmt: skip
 USER = {"role": "user", "content": "a"}
 
 

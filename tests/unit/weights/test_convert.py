@@ -294,7 +294,7 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_optimizer(tmp_path: Path)
 
 
 def test_fp8_export_has_the_layout_that_engines_load(tmp_path: Path) -> None:
-    """The layout that engines load: e4m3 weights, their fp32 scales, the rest as it was, and the fields of config.json."""
+    """E4m3 weights, their fp32 scales, the rest as it was, and the fields of config.json."""
     from tepo_megatron.models import fp8
 
     hf = tmp_path / "hf"
@@ -362,7 +362,7 @@ def test_the_command_finds_its_folders_before_megatron_is_imported() -> None:
 
 @pytest.mark.full
 def test_the_command_runs_without_torchrun_from_any_folder(tmp_path: Path) -> None:
-    """Start the command as a user does: in a process of its own, without torchrun and from anywhere."""
+    """In a process of its own, as a user starts it."""
     tiny_qwen3(tmp_path / "hf")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 

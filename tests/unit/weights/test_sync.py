@@ -4,16 +4,12 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import ShmTransportConfig, SyncConfig
-from tepo_megatron.models.ops import Replicated
-from tepo_megatron.sync.buckets import split_into_buckets, whole_bytes
 from tepo_megatron.sync.push import check_one_host
 from tepo_megatron.sync.stores import make_folder, write_file
 from tepo_megatron.wire.bucket_format import crc32
@@ -29,12 +25,6 @@ SENT = {
 def sent(path: Path, with_checksums: bool) -> Path:
     write_file(SENT, path, {name: crc32(t) for name, t in SENT.items()} if with_checksums else {})
     return path
-
-
-@pytest.mark.parametrize("with_checksums", [True, False])
-def test_what_is_sent_arrives(tmp_path: Path, with_checksums: bool) -> None:
-    read = dict(tensors([str(sent(tmp_path / "sent", with_checksums))]))
-    assert read.keys() == SENT.keys() and all(torch.equal(read[name], SENT[name]) for name in SENT)
 
 
 def test_ranks_of_several_machines_need_a_folder_that_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,21 +66,3 @@ def test_a_damaged_byte_is_noticed(tmp_path: Path, back: int) -> None:
         else:
             read = dict(tensors([str(path)]))
             assert sum(not torch.equal(read[name], SENT[name]) for name in SENT) == 1
-
-
-def binding(name: str, numel: int, replicated: bool = False) -> Any:
-    op = Replicated() if replicated else object()
-    return SimpleNamespace(name=name, parameter=torch.zeros(numel), row=SimpleNamespace(op=op))
-
-
-def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
-    arch: Any = SimpleNamespace(tied_embeddings=tied)
-    return [[b.name for b in bucket] for bucket in split_into_buckets(bindings, arch, lambda b: whole_bytes(b, 2), limit=80)]
-
-
-def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:
-    """Buckets of 80 bytes hold 10 numbers of a parameter that is sharded over two ranks, or 20 of one that both have."""
-    assert cut([binding(n, 5) for n in "abcde"]) == [["a", "b"], ["c", "d"], ["e"]]
-    assert cut([binding("a", 10, replicated=True), binding("b", 10, replicated=True), binding("c", 1)]) == [["a", "b"], ["c"]]
-    assert cut([binding("a", 1), binding("large", 50), binding("b", 1), binding("c", 1)]) == [["a"], ["large"], ["b", "c"]]
-    assert cut([]) == []
