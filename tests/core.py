@@ -22,7 +22,7 @@ CONTRACTS = (
     *(f"tests/unit/ops/test_{name}.py" for name in ("planning",)),
     *(f"tests/unit/report/test_{name}.py" for name in ("report",)),
     *(f"tests/unit/rewards/test_{name}.py" for name in ("hostile_answers", "rewards")),
-    *(f"tests/unit/weights/test_{name}.py" for name in ("convert", "families", "sync")),
+    *(f"tests/unit/models/test_{name}.py" for name in ("convert", "families", "sync")),
     *(f"tests/unit/test_{name}.py" for name in (
         "atomic", "cli", "doctor", "misbehaving_servers", "mutants", "plan", "ranks", "rotation", "safety", "sinks",
         "unpickling",

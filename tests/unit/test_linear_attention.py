@@ -15,7 +15,7 @@ from tepo_megatron.config import ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.models.families import find_family, read_config
 from tepo_megatron.models.ops import Architecture
 from tests.tiny import hybrid_config, tiny_model
-from tests.unit.weights.test_families import QWEN3_5
+from tests.unit.models.test_families import QWEN3_5
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")

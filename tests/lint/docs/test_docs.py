@@ -154,7 +154,7 @@ SIZES = {
 
 
 def architecture(model: str):
-    from tests.unit.weights.test_families import PUBLISHED, read
+    from tests.unit.models.test_families import PUBLISHED, read
 
     heads, groups, ffn, layers = SIZES[model]
     sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": ffn}

@@ -52,7 +52,7 @@ EXHIBITS = (
         symbol="ServiceClient.receive",
         old="> max(STUCK_SECONDS, self._silence_seconds):",
         new="< 0:",
-        tests=("tests/unit/controller/test_service.py::test_a_service_that_is_stuck_in_its_start_is_noticed",),
+        tests=("tests/unit/service/test_service.py::test_a_service_that_is_stuck_in_its_start_is_noticed",),
     ),
     Exhibit(
         name="a_stuck_grader_is_waited_for",
@@ -72,7 +72,7 @@ EXHIBITS = (
         symbol="ServiceClient.receive",
         old="self._silence_seconds if self._start is None else self._start_seconds",
         new="self._silence_seconds",
-        tests=("tests/unit/controller/test_service.py::test_a_service_may_start_for_longer_than_it_may_be_silent",),
+        tests=("tests/unit/service/test_service.py::test_a_service_may_start_for_longer_than_it_may_be_silent",),
     ),
     Exhibit(
         name="pings_pile_up_in_a_start",
@@ -82,9 +82,7 @@ EXHIBITS = (
         symbol="ServiceClient.receive",
         old=" and not self._pings:",
         new=":",
-        tests=(
-            "tests/unit/controller/test_service.py::test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives",
-        ),
+        tests=("tests/unit/service/test_service.py::test_a_service_that_imports_its_modules_is_asked_once_whether_it_lives",),
     ),
     Exhibit(
         name="half_an_answer_is_waited_for_for_ever",
@@ -94,7 +92,7 @@ EXHIBITS = (
         symbol="ServiceClient.__init__",
         old="        limit_blocking(self._connection, self._silence_seconds)\n",
         new="",
-        tests=("tests/unit/controller/test_service.py::test_a_service_that_stops_within_an_answer_is_noticed",),
+        tests=("tests/unit/service/test_service.py::test_a_service_that_stops_within_an_answer_is_noticed",),
     ),
     Exhibit(
         name="a_start_has_the_limit_of_a_step",

@@ -41,7 +41,7 @@ EXHIBITS = (
         symbol="HfReader.get",
         old="if dtype not in _WEIGHT_DTYPES:",
         new='if dtype == "BOOL":',
-        tests=("tests/unit/weights/test_hf_files.py::test_a_tensor_that_a_cast_would_take_for_weights_is_refused_by_name",),
+        tests=("tests/unit/models/test_hf_files.py::test_a_tensor_that_a_cast_would_take_for_weights_is_refused_by_name",),
     ),
     Exhibit(
         name="the_router_rounds_like_bf16",

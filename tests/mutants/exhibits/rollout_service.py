@@ -113,7 +113,7 @@ EXHIBITS = (
         symbol="ServiceClient.receive",
         old="self._answers[answer.number] = answer",
         new="self._answers[pending.number] = answer",
-        tests=("tests/unit/controller/test_service.py::test_answers_that_nobody_waits_for_yet_are_kept",),
+        tests=("tests/unit/service/test_service.py::test_answers_that_nobody_waits_for_yet_are_kept",),
     ),
     Exhibit(
         name="a_stopped_service_outlives_the_launcher",
@@ -123,7 +123,7 @@ EXHIBITS = (
         symbol="ServiceProcess._start",
         old="preexec_fn=functools.partial(die_with_parent, os.getpid()),",
         new="",
-        tests=("tests/unit/controller/test_service.py::test_the_service_ends_with_the_launcher",),
+        tests=("tests/unit/service/test_service.py::test_the_service_ends_with_the_launcher",),
     ),
     Exhibit(
         name="a_failed_evaluation_counts_as_done",
@@ -136,7 +136,7 @@ EXHIBITS = (
             "ended = self._tasks.pop(number).future\n                "
             'return Waited("done", None if ended.exception() is not None else ended.result(), save='
         ),
-        tests=("tests/unit/controller/test_service.py::test_an_evaluation_that_fails_is_an_error_of_its_wait",),
+        tests=("tests/unit/service/test_service.py::test_an_evaluation_that_fails_is_an_error_of_its_wait",),
     ),
     Exhibit(
         name="an_error_of_the_service_is_known_to_rank_0_alone",

@@ -32,6 +32,6 @@ EXHIBITS = (
         symbol="carry_over",
         old="if stop_token_ids:",
         new="if False:",
-        tests=("tests/unit/weights/test_convert.py::test_a_checkpoint_of_a_run_is_exported_without_its_optimizer",),
+        tests=("tests/unit/models/test_convert.py::test_a_checkpoint_of_a_run_is_exported_without_its_optimizer",),
     ),
 )

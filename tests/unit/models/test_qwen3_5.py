@@ -6,7 +6,7 @@ import pytest
 
 from tepo_megatron.base.errors import ConversionError
 from tepo_megatron.models.families import find_family
-from tests.unit.weights.test_families import QWEN3_5, read
+from tests.unit.models.test_families import QWEN3_5, read
 
 KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 OUTER = {
