@@ -335,7 +335,7 @@ def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
 
 UP, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 Q, K = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
-# what a conversion does not check (unit/weights/test_convert_faults.py has what it does), and one that it does
+# what a conversion does not check (unit/models/test_convert_faults.py has what it does), and one that it does
 DAMAGED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "missing tensor": (lambda w: w.pop(UP), f"tensor {UP} .*is missing"),
     "swapped sizes": (  # which add up to what the fused parameter needs
