@@ -67,6 +67,7 @@ def check_lines(cluster: Cluster, folder: Path, slot: JobFolder, need: int, gpus
     program = [*head(folder), *setup_lines(slurm), *code]
     program.append(f'exec {joined([cluster.python, str(slot.path / CHECK)])} "$@"')
     step = ["srun", '--nodes="${#nodes[@]}"', '--ntasks="${#nodes[@]}"', "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    step += slurm.cpu_args
     step += [f"--wait={cluster.node_check.timeout_seconds + 60}"]  # a bad machine ends its part first
     step += [joined(["--open-mode=append", f"--output={home / name}-check-%j.log"])]
     step += [joined([*container_words(cluster, folder, exports), *slurm.srun_args])]

@@ -142,7 +142,7 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         container_image=image and shlex.quote(image.image),
         container_mounts=[f"{submission.folder}:{submission.folder}", *map(shlex.quote, image.all_mounts)] if image else [],
         container_env=sorted({*environment, *submission.variables, *cluster.secrets}) if image else None,
-        srun_args=[*srun, "--open-mode=append", *slurm.srun_args],
+        srun_args=[*srun, *slurm.cpu_args, "--open-mode=append", *slurm.srun_args],
         setup_lines=submission.setup or None,
         env_vars=environment if task is submission.tasks[0] else {},  # exported once, for all tasks
         job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),

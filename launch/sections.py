@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -135,9 +136,7 @@ class SlurmConfig:
         if getattr(self, kind) is None:
             return None
         asked = self._of_command(kind)
-        gpus, srun_args = int(asked.pop("gpus_per_node", "0")), list(self.srun_args)
-        if cores := asked.get("cpus_per_task"):
-            srun_args.append(f"--cpus-per-task={cores}")  # srun does not take it from sbatch
+        gpus = int(asked.pop("gpus_per_node", "0"))
         inherited = {name.replace("-", "_"): value for name, value in self.options.items()}
         for name in [name for name in inherited if name.startswith(("gres", "gpu", "tres"))]:
             del inherited[name]  # the run's GPUs
@@ -145,12 +144,21 @@ class SlurmConfig:
         fields |= {
             "exclusive": False,
             "restarts": 0,
-            "srun_args": srun_args,
             "options": inherited | asked,
             "convert": None,
             "evaluate": None,
         }
         return dataclasses.replace(self, **fields), gpus
+
+    @property
+    def cpu_args(self) -> list[str]:
+        """Return the option of each `srun` of a job for its CPUs: those of sbatch, which srun does not take over, or else all
+        that the job has on a machine. It is shell code, and empty if `srun_args` has the option.
+        """
+        if any(re.match(r"--cpus-per-task|-c\b", word) for word in self.srun_args):
+            return []
+        given = {name.replace("-", "_"): value for name, value in self.options.items()}.get("cpus_per_task")
+        return ["--cpus-per-task=" + (shlex.quote(given) if given else "$SLURM_CPUS_ON_NODE")]
 
     @property
     def patience(self) -> int:

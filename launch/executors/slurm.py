@@ -271,6 +271,6 @@ killed() {{
   exit 0
 }}
 guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output={log} \\
+srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$head_node" --open-mode=append --output={log} \\
   bash -c "$guard; trap killed TERM; sleep infinity & wait" &
 """

@@ -4,6 +4,7 @@ Heavy modules are imported inside of the functions, so that a command starts qui
 """
 
 import argparse
+import json
 from typing import TYPE_CHECKING
 
 from tepo_megatron.base.errors import ConfigError
@@ -192,13 +193,15 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo evaluate CHECKPOINT [--data FILE ...] [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [...]`."""
+    """Run `tepo evaluate CHECKPOINT [--data FILE ...] [--reward FILE.py:NAME] [--config FILE] [--out DIR] [...]`."""
     from tepo_megatron.evaluation.benchmarks import MODELS
     from tepo_megatron.evaluation.command import EvaluationRequest, run
 
     known = ("auto", "all", "none", *MODELS)
     if args.published not in known:
         raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
+    if args.reward is not None:
+        overrides = ["--reward.terms", json.dumps([{"type": "custom", "function": args.reward}]), *overrides]
     request = EvaluationRequest(args.checkpoint, args.config, overrides, args.out, args.against, args.published, args.data)
     print("written:", run(request, lambda text: print(escaped(text), flush=True)))
     return 0

@@ -200,8 +200,8 @@ def _add_evaluate(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "evaluate",
         help="run a model on the paper's benchmarks, or on files of yours",
-        usage="tepo evaluate CHECKPOINT [--data FILE ...] [--config FILE] [--out DIR] [--against DIR] [--published ROWS] "
-        "[--key VALUE ...]",
+        usage="tepo evaluate CHECKPOINT [--data FILE ...] [--reward FILE.py:NAME] [--config FILE] [--out DIR] [--against DIR] "
+        "[--published ROWS] [--key VALUE ...]",
         epilog="Which benchmarks, and where their files are: --evaluation.benchmarks '[aime24, amc]' "
         "--evaluation.benchmark_folder DIR. Files, settings and figures: docs/evaluation.md.",
         allow_abbrev=False,
@@ -216,6 +216,7 @@ def _add_evaluate(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="a file or dataset, written as data.eval, in place of the benchmarks; reward.terms grade it. May be repeated",
     )
+    parser.add_argument("--reward", metavar="FILE.py:NAME", help="a function of yours that grades instead of reward.terms")
     parser.add_argument(
         "--config",
         metavar="FILE",

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from tepo_megatron.config.io import load_config, parse_overrides, plain, resolve
 from tepo_megatron.models.hf_io import HfReader, bitwise_equal
 from tepo_megatron.monitor.sinks import read_metrics
 from tepo_megatron.rollout import decisions, record
+from tepo_megatron.service.method import Method, resolve
 
 # Numbers of the machine and of the engine that sampled, which a repetition has of its own.
 _OWN = ("seconds/", "memory/", "alert/", "gate/", "sync/", "server/", "tokens_per_second", "rollout/server_restarts")
-_ANY_DIFFERENCE = 1e9  # nats; a repetition that differs is to be compared, and not to be ended by the log-prob gate
 # Keys that say where a run starts and ends, and not how its steps are computed.
 _NOT_COMPUTED = {"resume", "overwrite", "output", "name", "logging", "checkpoint"}
 
@@ -74,8 +75,24 @@ def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Calla
         preflight(cfg)
     for part, cfg in zip(parts, configs, strict=True):
         say(f"steps {part.first} to {part.last} of {request.run_dir}, {_source(request)}, into {cfg.run_dir}")
+        if (objective := _other_objective(part, cfg.objective.name)) and (replaced := _replaced(part)):
+            say(f"{objective}; what the run replaces in {part.config['objective']['name']} is left out: {', '.join(replaced)}")
         make_run(cfg)
-    comparison = compare(request.run_dir, configs[-1].run_dir, until, compares_weights=_exported(request.run_dir) == until)
+    again, exported = configs[-1].run_dir, _exported(request.run_dir) == until
+    if objective := next(filter(None, map(_other_objective, parts, (cfg.objective.name for cfg in configs))), None):
+        of_run = validate(deepcopy(dict(parts[0].config)), str(request.run_dir))
+        old_pass = _has_same_old_pass(resolve(of_run), resolve(configs[0]))
+        later = "later log-probs" if old_pass else "log-probs"
+        comparison = compare(
+            request.run_dir,
+            again,
+            1 if request.engine else until,  # an engine samples the later steps with other weights
+            compares_weights=False,
+            comparable=partial(_of_rollouts, old_pass),
+            left_out=f"{objective}: not compared are losses, gradients, ratios, weights and {later}",
+        )
+    else:
+        comparison = compare(request.run_dir, again, until, compares_weights=exported)
     for line in comparison.lines():
         say(line)
     return 0 if comparison.equal else 1
@@ -121,14 +138,40 @@ def _config_of(part: Part, request: ReplayRequest, *, is_first: bool, is_only: b
         tree["rollout"] |= {"replay": str(folder / record.FOLDER), "record": False, "colocate": False}
         tree["evaluation"] |= {"every": 0, "benchmarks": [], "patience": None}
         tree["data"]["eval"] = None
-        tree["sync"]["max_logprob_diff"] = _ANY_DIFFERENCE
     tree["checkpoint"] |= {"every": 0 if is_only else part.last, "keep_best": False}
     tree["logging"] |= {"tensorboard": False, "wandb_project": None}
-    for key, value in parse_overrides(list(request.overrides)):
+    overrides = parse_overrides(list(request.overrides))
+    if dict(overrides).get("objective.name", tree["objective"]["name"]) != tree["objective"]["name"]:
+        tree["objective"] = {}  # its parts replace those of another row
+    for key, value in overrides:
         set_key(tree, key, value)
     if not is_first:
         tree["overwrite"] = False
     return validate(tree, str(request.run_dir))
+
+
+def _other_objective(part: Part, name: str) -> str | None:
+    """Say which objective a part is repeated with; None if it is the run's own, perhaps with other parts."""
+    of_run = part.config["objective"]["name"]
+    return None if name == of_run else f"the objective is {name} and was {of_run}"
+
+
+def _replaced(part: Part) -> list[str]:
+    objective = part.config["objective"]
+    return [f"{key}={objective[key]}" for key in objective if key != "name" and objective[key] is not None]
+
+
+def _of_rollouts(old_pass: bool, step: int, key: str) -> bool:
+    """Return whether a number is the same whatever is learned; `old_pass`: log-probs of the first step are."""
+    if key.startswith("rollout/logprob_diff"):
+        return old_pass and step == 1
+    return key.startswith(("reward/", "accuracy/", "grading/", "rollout/")) and key != "reward/ref_kl"
+
+
+def _has_same_old_pass(*methods: Method) -> bool:
+    """Return whether the old log-probs of the first step are of the same tokens and the same kind of pass."""
+    objectives = [method.objective for method in methods]
+    return len({(o.mask_truncated, o.needs_batch_statistics, o.ref_kl is None) for o in objectives}) == 1
 
 
 def _exported(run_dir: Path) -> int | None:
@@ -155,6 +198,7 @@ class Comparison:
     decision: str | None
     tensors: int | None  # number of compared weights; None if there were none to compare
     other_tensors: tuple[str, ...]
+    left_out: str | None = None  # what another objective changes by design, as a sentence. None: everything was compared.
 
     @property
     def equal(self) -> bool:
@@ -165,7 +209,11 @@ class Comparison:
         """Yield lines for the user."""
         if self.decision is not None and not self.equal:
             yield f"the first decision that differs: {self.decision}"
-        yield self.difference or f"every number of the steps 1 to {self.steps} is equal"
+        what = "every number" if self.left_out is None else "every number of the rollouts and rewards"
+        yield self.difference or f"{what} of the steps 1 to {self.steps} is equal"
+        if self.left_out is not None:
+            yield self.left_out
+            return
         if self.tensors is None:
             yield "weights: not compared, because not both of the runs have exported those of this step"
         elif self.other_tensors:
@@ -174,20 +222,32 @@ class Comparison:
             yield f"weights: {self.tensors} tensors are equal bit for bit"
 
 
-def compare(first: Path, again: Path, until: int, *, compares_weights: bool) -> Comparison:
-    """Compare the steps of two runs up to one of them."""
+def compare(
+    first: Path,
+    again: Path,
+    until: int,
+    *,
+    compares_weights: bool,
+    comparable: Callable[[int, str], bool] = lambda step, key: True,
+    left_out: str | None = None,
+) -> Comparison:
+    """Compare the steps of two runs up to one of them: the numbers that are `comparable`, given the step and the key."""
     rows = {row["step"]: row for row in read_metrics(first)}
     rows_again = {row["step"]: row for row in read_metrics(again)}
-    differences = (_difference(step, rows.get(step, {}), rows_again.get(step, {})) for step in range(1, until + 1))
+    differences = (
+        _difference(step, rows.get(step, {}), rows_again.get(step, {}), partial(comparable, step))
+        for step in range(1, until + 1)
+    )
     tensors, other = None, tuple[str, ...]()
     if compares_weights and all((folder / "hf").is_dir() for folder in (first, again)):
         tensors, other = _weights(first / "hf", again / "hf")
-    return Comparison(until, next(filter(None, differences), None), _decision(first, again, until), tensors, other)
+    difference, decision = next(filter(None, differences), None), _decision(first, again, until)
+    return Comparison(until, difference, decision, tensors, other, left_out)
 
 
-def _difference(step: int, row: dict[str, Any], row_again: dict[str, Any]) -> str | None:
+def _difference(step: int, row: dict[str, Any], row_again: dict[str, Any], comparable: Callable[[str], bool]) -> str | None:
     for key in [*row, *(key for key in row_again if key not in row)]:
-        if not key.startswith(_OWN) and row.get(key) != row_again.get(key):
+        if comparable(key) and not key.startswith(_OWN) and row.get(key) != row_again.get(key):
             return f"step {step}: {key} was {row.get(key)} and is {row_again.get(key)}"
     return None
 

@@ -53,8 +53,8 @@ def _log_probs(rollout: RolloutConfig, sync: SyncConfig, old_logprobs: str) -> t
         return False, "rollout.only=true trains nothing: the engine's log-probs are recorded as they are"
     if rollout.replay is not None:
         return False, (
-            "rollout.replay has no engine, and the weights that sampled are another run's; only rollouts recorded as of the "
-            "newest version are compared with this run's actor, and none with training.old_logprobs=rollout and several updates"
+            "rollout.replay has no engine, and the weights that sampled are another run's, which this run's may rightly leave; "
+            "gate/logprob_diff_mean has the difference of rollouts recorded as of the newest version"
         )
     if sync.max_logprob_diff >= TOO_WIDE:
         return False, (

@@ -11,12 +11,14 @@ from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.save_requests import answer_stop
 from tepo_megatron.base.seeding import derive_seed
 from tepo_megatron.base.storage import writing
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, resolved_today
 from tepo_megatron.data import PromptStream, refuse_changes
 from tepo_megatron.engines.engine import ENGINE_PARTS, RolloutEngine
 from tepo_megatron.evaluation.run_evaluations import Evaluations
+from tepo_megatron.losses import build_objective
 from tepo_megatron.monitor.run_dir import rename_outcome
 from tepo_megatron.monitor.sinks import RunLog
 from tepo_megatron.monitor.timing import Clock
@@ -25,6 +27,7 @@ from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay
 from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream
 from tepo_megatron.service.batch_memory import BatchHeader, BatchMemory
+from tepo_megatron.service.method import has_idle_ratio
 from tepo_megatron.service.trace import ServiceTrace
 
 
@@ -101,6 +104,12 @@ class MainDriver:
         self.kept, self.reopened = KeptSteps(cfg.run_dir, self._memory, cfg.rollout.max_staleness), False
         self.trace = ServiceTrace(cfg.run_dir, log.message)
         self._restarts = 0  # server restarts that are in the metrics already
+        self._objective, self._noted_idle_ratio = build_objective(cfg.objective), cfg.rollout.only
+        if self._has_idle_ratio(-(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts)):
+            log.message(
+                "one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act; if they "
+                f"should, lower training.minibatch_prompts={cfg.training.minibatch_prompts} or raise training.epochs=1"
+            )
         self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
 
     def reopen(self, config: dict[str, Any]) -> None:
@@ -161,10 +170,28 @@ class MainDriver:
             self._restarts = restarts
             for name, value in self.engine.server_metrics().items():
                 metrics.add(name, value)
+        self._note_idle_ratio(step, rollouts, stream)
         last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()
         header = self._memory.write(last.rollouts, metrics.pairs(), clock.seconds, last.ids)
         self.kept.add(step, [*paths, header.path], line, position)
         return header
+
+    def _has_idle_ratio(self, minibatches: int) -> bool:
+        """Return whether a rollout batch of this number of minibatches is the first in which the ratio has no effect."""
+        is_first = not self._noted_idle_ratio and has_idle_ratio(self._objective, self._cfg.training, minibatches)
+        self._noted_idle_ratio |= is_first
+        return is_first
+
+    def _note_idle_ratio(self, step: int, rollouts: Sequence[Rollout], stream: MinibatchStream | None) -> None:
+        """Warn if filtering has left so few groups that they make one update, unless the log says so."""
+        training, groups = self._cfg.training, len({rollout.prompt_id for rollout in rollouts})
+        if self._has_idle_ratio(-(-groups // training.minibatch_prompts) if stream is None else sum(map(bool, stream.prompts))):
+            self.log.message(
+                f"warning: step {step} has one update, because {groups} of rollout.prompts_per_step="
+                f"{self._cfg.rollout.prompts_per_step} groups are left: its ratios are 1 and its dH are 0, so clipping and KL "
+                f"mask do not act in such steps (said once); lower training.minibatch_prompts={training.minibatch_prompts}, "
+                "raise training.epochs or rollout.max_generation_rounds, or use easier or harder prompts"
+            )
 
     def _stream(self, step: int, hand_out: Callable[[BatchHeader], object]) -> MinibatchStream | None:
         training = self._cfg.training

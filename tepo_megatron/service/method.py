@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig
+from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import OF_WHOLE_BATCH
 from tepo_megatron.rewards.overlong import OverlongShaping
@@ -32,6 +32,15 @@ def resolve(cfg: Config) -> Method:
     _check_full_vocabulary(objective, cfg.training.logits_budget_mib, cfg.rollout)
     rounds = _max_generation_rounds(cfg.rollout, objective, cfg.objective.name)
     return Method(objective, rounds, _overlong(cfg.reward, objective, cfg.rollout.max_response_tokens))
+
+
+def has_idle_ratio(objective: Objective, training: TrainingConfig, minibatches: int) -> bool:
+    """Return whether ratio and KL to the old policy have no effect on a rollout batch of this number of minibatches.
+
+    Its only update has the old policy's own weights, so that every ratio is 1 and every dH is 0.
+    """
+    uses_old_policy = objective.ratio != "none" or objective.kl_mask != "none"
+    return uses_old_policy and training.old_logprobs == "actor" and minibatches * training.epochs == 1
 
 
 def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:

@@ -137,10 +137,8 @@ def watch_line(run_dir: Path) -> str:
 
 
 def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:
-    """Return log lines about the method: parts without effect, stale responses without correction, and rounds of prompts."""
+    """Return log lines about the method: stale responses without correction, and rounds of prompts."""
     lines = []
-    if training.epochs == 1 and training.minibatch_prompts == rollout.prompts_per_step:
-        lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")
     if rollout.max_staleness and method.objective.correction.type == "none" and training.old_logprobs == "actor":
         lines.append(
             f"warning: rollout.max_staleness={rollout.max_staleness} trains on responses of older weights as if the newest had "

@@ -192,11 +192,14 @@ class WeightsGate:
         return {source: difference for source, difference in by_source.items() if source[0] == version and difference.tokens}
 
     def _judge(self, compared: Mapping[Source, LogprobDifference]) -> None:
-        """Add to the step's differences. Raise SyncError if one server, or all together, differ too much."""
-        if not compared:
-            return
+        """Add to the step's differences. Raise SyncError if one server, or all together, differ too much.
+
+        Replayed rollouts are another run's, whose weights go another way with any other setting: they only are measured.
+        """
         for source, difference in compared.items():
             self._compared.setdefault(source, LogprobDifference()).add(difference)
+        if not compared or self._rollout.replay is not None:
+            return
         limit = self._sync
         # first the server that exceeds the limit for its number of tokens the most, because it best identifies the fault
         worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))

@@ -1,10 +1,11 @@
 """Compare a loss function, value and gradients, with the fp64 reference.
 
     python -m tests.conformance my_package.losses:grpo --as grpo --set clip_high=0.2
+    python -m tests.conformance mine.py:OWN --as grpo
     python -m tests.conformance trl verl --peers FOLDER [--write]
 
-A function is given a `tests.conformance.parts.Part` and returns what that part contributes to the loss. Exit status 1 where a
-case fails.
+A function is given a `tests.conformance.parts.Part` and returns what that part contributes to the loss. An `Objective`
+of a file (docs/add_objective.md) is called as the trainer calls it. Exit status 1 where a case fails.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import math
 import sys
 from pathlib import Path
 
+from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.user_file import load
 from tepo_megatron.report.audit.reference import Formula
 from tests.conformance import page
 from tests.conformance.cases import CASES
@@ -46,7 +49,7 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
     """Return the loss functions that a name on the command line selects.
 
     Args:
-        name: `trl`, `verl`, or the path "module:function" of a user's function.
+        name: `trl`, `verl`, or the function or `Objective` of a user, as "module:NAME" or "path/to/file.py:NAME".
     """
     if name in ADAPTERS:
         adapter = importlib.import_module(f"tests.conformance.adapters.{name}")
@@ -54,11 +57,18 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
             return adapter.subjects()
         except ImportError as error:
             raise SystemExit(f"{name}: {error}. It needs {adapter.NEEDS}") from error
-    module, colon, function = name.partition(":")
+    module, colon, attribute = name.rpartition(":")
     if not colon or args.row is None:
-        raise SystemExit(f"{name}: give one of {', '.join(ADAPTERS)}, or module:function with --as ROW")
+        raise SystemExit(f"{name}: give one of {', '.join(ADAPTERS)}, or module:NAME or file.py:NAME with --as ROW")
     sys.path.insert(0, str(Path.cwd()))
-    loss = getattr(importlib.import_module(module), function)
+    try:
+        of_file = load(name, "loss", "a loss").value if module.endswith(".py") else None
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+    loss = of_file or getattr(importlib.import_module(module), attribute)
+    objectives = sys.modules.get("tepo_megatron.losses.objective")  # which a file that makes an Objective has imported
+    if objectives is not None and isinstance(loss, objectives.Objective):
+        loss = importlib.import_module("tests.conformance.adapters.own").loss_of(loss)
     return [Subject(name, loss, method_of(args.row, args.replaced), args.splits_sequences)]
 
 
@@ -82,7 +92,7 @@ def report(subject: Subject, results: list[Result]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"module:function, or one of {', '.join(ADAPTERS)}")
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"module:NAME, file.py:NAME, or one of {', '.join(ADAPTERS)}")
     parser.add_argument("--as", dest="row", metavar="ROW", help=f"what it should compute: one of {', '.join(METHODS)}")
     parser.add_argument("--set", dest="replaced", nargs="+", default=[], metavar="PART=VALUE", help="parts to replace")
     parser.add_argument(

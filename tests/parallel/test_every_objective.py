@@ -19,6 +19,7 @@ from tests.gate.data import Material, make_material
 from tests.gate.reference import Trained
 from tests.gate.world import Job, Outcome, distance, merged, run_jobs
 from tests.marks import full_but
+from tests.parallel import cases
 from tests.parallel.objective_rows import VARIANTS
 from tests.worlds import run_world
 
@@ -86,17 +87,29 @@ OWN = Objective(ratio="token", surrogate="own_clip", clip_low=0.2, clip_high=0.2
 """
 
 
-@pytest.mark.parametrize("name", full_but(["CP2"], [], LAYOUTS))
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Material, Trained]:
+    """A model with layers for four virtual pipeline stages, and GRPO's reference on it."""
+    material = make_material(tmp_path_factory.mktemp("deeper"), "qwen3", tied=True, layers=4, steps=1, seed=13)
+    grpo = VARIANTS["grpo"]
+    expected = common.expectation(grpo.config(material, {}, 4096), material, method=grpo.method)
+    assert min(update.margin for update in expected.updates) >= common.MARGIN
+    assert max(update.shares["clipped"] for update in expected.updates) >= 0.05
+    return material, expected
+
+
+@pytest.mark.parametrize("name", full_but(["CP2"], [], cases.LAYOUTS))
 def test_an_objective_of_a_users_file_trains_to_the_reference(
-    material: Material, expected: dict[str, Trained], tmp_path: Path, name: str
+    deeper: tuple[Material, Trained], tmp_path: Path, name: str
 ) -> None:
-    file, (layout, max_tokens) = tmp_path / "mine.py", LAYOUTS[name]
+    """On the 13 layouts of TEPO's own test, several microbatches each."""
+    file, (material, expected) = tmp_path / "mine.py", deeper
     file.write_text(OWN_FILE)
-    cfg = VARIANTS["grpo"].config(material, layout, max_tokens)
+    cfg = VARIANTS["grpo"].config(material, cases.LAYOUTS[name], 70)
     cfg = replace(cfg, objective=replace(cfg.objective, name=f"{file}:OWN"))
     ranks = run_world(cfg.parallel.world_size, run_jobs, [Job(cfg, material.steps)])
-    found = merged([of_rank for (of_rank,) in ranks])
-    assert (difference := first_difference(found, expected["grpo"], "grpo", material)) is None, difference
+    outcome = merged([of_rank for (of_rank,) in ranks])
+    assert (difference := first_difference(outcome, expected, "grpo", material)) is None, difference
 
 
 STREAMED = [name for name, variant in VARIANTS.items() if variant.method.advantage not in OF_WHOLE_BATCH]

@@ -12,6 +12,7 @@ from tepo_megatron.command import start as starting
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.monitor import run_dir
+from tests.tiny import tiny_qwen3
 
 
 def config(folder: Path, **change: object) -> Config:
@@ -69,3 +70,12 @@ def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG"), "a kill came before the picture"
     assert parsers.main([*words, "--training.steps", "2"]) == 1
     assert "ended at step 3" in capsys.readouterr().err
+
+
+def test_an_evaluation_is_graded_by_a_function_named_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_qwen3(tmp_path / "model", layers=1)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "mine.jsonl"), "--platform", "cpu"]
+    words += ["--data.max_prompt_tokens", "8", "--rollout.max_response_tokens", "8", "--out", str(tmp_path / "out")]
+    assert parsers.main([*words, "--reward", f"{tmp_path}/none.py:fn"]) == 1
+    assert f"function={tmp_path}/none.py:fn: there is no file" in capsys.readouterr().err

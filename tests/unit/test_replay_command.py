@@ -1,5 +1,6 @@
 """`tepo replay`: a run comes out again bit for bit, and what differs is named."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,41 @@ def test_steps_up_to_one_are_repeated_and_a_change_is_named(killed: Config, tmp_
     assert said[1].startswith("step 1: ") or said[1].startswith("step 2: ")
     assert " was " in said[1] and "not compared" in said[2]
     assert [row["step"] for row in w.records(killed.run_dir.with_name("changed"))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("objective", "log_probs"), [("grpo", "later log-probs"), ("grpo_without_truncated", "log-probs"), ("steer", "log-probs")]
+)
+def test_another_objective_is_compared_where_it_changes_nothing(
+    killed: Config, tmp_path: Path, objective: str, log_probs: str
+) -> None:
+    """Its weights leave those that sampled, far beyond the gate's limit, and it has no use for the run's objective.beta."""
+    name, _, more = objective.partition("_")
+    parts = ("--objective.mask_truncated", "true") if more else ()
+    changed = ("--objective.name", name, *parts, "--sync.max_logprob_diff", "1e-7")
+    status, said = repeat(killed, tmp_path / "journal", name=objective, overrides=changed)
+    assert said[1] == f"the objective is {name} and was tepo; what the run replaces in tepo is left out: beta=0.1"
+    *_, compared, left_out = said
+    assert (status, compared) == (0, f"every number of the rollouts and rewards of the steps 1 to {w.STEPS} is equal"), said
+    assert (
+        left_out == f"the objective is {name} and was tepo: not compared are losses, gradients, ratios, weights and {log_probs}"
+    )
+    rows = w.records(killed.run_dir.with_name(objective))
+    assert [row["step"] for row in rows] == list(range(1, w.STEPS + 1)) and rows[-1]["gate/logprob_diff_mean"] > 1e-6
+
+
+def test_another_reward_is_named_under_another_objective(killed: Config, tmp_path: Path) -> None:
+    path = killed.run_dir / "metrics.jsonl"
+    whole = path.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    (row,) = (row for row in rows if row["step"] == 3 and "reward/mean" in row)
+    row["reward/mean"] += 1
+    try:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        status, said = repeat(killed, tmp_path / "journal", name="other-reward", overrides=("--objective.name", "gspo"))
+    finally:
+        path.write_text(whole)
+    assert status == 1 and said[-2].startswith(f"step 3: reward/mean was {row['reward/mean']} and is "), said
 
 
 @pytest.mark.slow

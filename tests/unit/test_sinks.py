@@ -1,11 +1,14 @@
 """The files of a run on disk, and its output on the screen."""
 
+import json
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +108,67 @@ def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.
     expected = "before\nwarning: of a rank\nwarning: of the service\n"
     assert (tmp_path / "log.txt").read_text() == expected
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(expected.splitlines())
+
+
+# The package starts a process of its own, which ends with the one that logs. The second start repeats a step and goes on.
+OF_WANDB = """
+import sys; from pathlib import Path
+from tepo_megatron.config import LoggingConfig; from tepo_megatron.monitor.sinks import RunLog
+with RunLog(Path(sys.argv[1]), LoggingConfig(wandb_project="toy"), steps=3) as log:
+    if sys.argv[2] == "first":
+        log.write_evaluation(0, {"evaluation/amc/accuracy": 0.125, "evaluation/amc/standard_error": None})
+        log.write(1, {"reward/mean": 0.5, "loss/kl": None, "tepo/ratio_p99": float("nan")})
+        log.write(2, {"reward/mean": 0.75, "loss/kl": 0.25})
+        log.write_evaluation(2, {"evaluation/amc/accuracy": 0.25})
+    else:
+        log.rewind(2)
+        log.write(3, {"reward/mean": 1.0})
+"""
+
+
+@pytest.mark.slow
+def test_wandb_has_what_was_logged(tmp_path: Path) -> None:
+    """The real package, offline: its run file is what it uploads."""
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    for start in ("first", "second"):
+        words = [sys.executable, "-c", OF_WANDB, str(tmp_path), start]
+        subprocess.run(words, check=True, timeout=120, env=environment, capture_output=True)
+    first, second = (records_of_wandb(path) for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb")))
+    assert history(first) == {
+        0: {"evaluation/amc/accuracy": 0.125},
+        1: {"reward/mean": 0.5},
+        2: {"reward/mean": 0.75, "loss/kl": 0.25, "evaluation/amc/accuracy": 0.25},
+    }
+    assert history(second) == {3: {"reward/mean": 1.0}}
+    runs = [next(record.run for record in records if record.HasField("run")) for records in (first, second)]
+    assert {(run.project, run.display_name, run.run_id) for run in runs} == {("toy", tmp_path.name, sinks.wandb_id(tmp_path))}
+
+
+def records_of_wandb(path: Path) -> list[Any]:
+    """Read W&B's run file: 7 bytes, then blocks of 32 KiB with pieces of records (CRC-32, length, place of the piece)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, records, piece = path.read_bytes(), 7, [], b""
+    while at + 7 <= len(data):
+        if 2**15 - at % 2**15 < 7:  # no room for a head
+            at += 2**15 - at % 2**15
+            continue
+        _, length, place = struct.unpack_from("<IHB", data, at)
+        at, piece = at + 7 + length, piece + data[at + 7 : at + 7 + length]
+        if place in (1, 4):  # a whole record, or its last piece
+            records.append(Record.FromString(piece))
+            piece = b""
+    return records
+
+
+def history(records: list[Any]) -> dict[int, dict[str, float]]:
+    """Return the values by step, without those of W&B itself, whose names begin with "_"."""
+    rows: dict[int, dict[str, float]] = {}
+    for record in records:
+        if record.HasField("history"):
+            values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            rows[values["_step"]] = {key: value for key, value in values.items() if not key.startswith("_")}
+    return rows
 
 
 @pytest.mark.parametrize(

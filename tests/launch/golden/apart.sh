@@ -44,7 +44,7 @@ set +vx
 trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
-srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=1860 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=$SLURM_CPUS_ON_NODE --wait=1860 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
 cd /project
 others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
 export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
@@ -132,7 +132,7 @@ killed() {
   exit 0
 }
 guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
+srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
   bash -c "$guard; trap killed TERM; sleep infinity & wait" &
 
 
@@ -150,7 +150,7 @@ export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 
 
-srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --cpus-per-task=$SLURM_CPUS_ON_NODE --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
 
 sleep 0
 
@@ -158,7 +158,7 @@ sleep 0
 # Command 2
 
 
-srun --output /project/runs/qwen/launch/qwen-serve-%j-%n-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:2:2}") --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
+srun --output /project/runs/qwen/launch/qwen-serve-%j-%n-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:2:2}") --cpus-per-task=$SLURM_CPUS_ON_NODE --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop

@@ -52,7 +52,7 @@ set +vx
 trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
-srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=1860 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=$SLURM_CPUS_ON_NODE --wait=1860 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
 cd /project
 others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
 export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
@@ -141,14 +141,14 @@ killed() {
   exit 0
 }
 guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
+srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
   bash -c "$guard; trap killed TERM; sleep infinity & wait" &
 
 
 
 # Command 1
 
-srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --cpus-per-task=$SLURM_CPUS_ON_NODE --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop

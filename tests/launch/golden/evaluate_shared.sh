@@ -40,7 +40,7 @@ export NCCL_IB_HCA=mlx5
 
 # Command 1
 
-srun --output /project/out/launch/out-evaluate-%j-%n-%N.log --chdir /project/out/launch/experiments/out/out_1/out/code --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /project/out/launch/experiments/out/out_1/out/scripts/out-0.sh & pids[0]=$!
+srun --output /project/out/launch/out-evaluate-%j-%n-%N.log --chdir /project/out/launch/experiments/out/out_1/out/code --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --cpus-per-task=$SLURM_CPUS_ON_NODE --open-mode=append bash /project/out/launch/experiments/out/out_1/out/scripts/out-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop

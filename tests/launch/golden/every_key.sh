@@ -55,7 +55,7 @@ set +vx
 trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
-srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=660 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log '--container-image=lab#tepo:sglang' --container-mounts=/project:/project,/shared:/shared,/raid:/raid --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME --mpi=none --container-writable bash -c 'set -euo pipefail
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=$SLURM_CPUS_ON_NODE --wait=660 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log '--container-image=lab#tepo:sglang' --container-mounts=/project:/project,/shared:/shared,/raid:/raid --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME --mpi=none --container-writable bash -c 'set -euo pipefail
 cd /project
 set +u
 module load cuda/13.0
@@ -147,7 +147,7 @@ killed() {
   exit 0
 }
 guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
+srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
   bash -c "$guard; trap killed TERM; sleep infinity & wait" &
 
 
@@ -177,7 +177,7 @@ export FLASHINFER_WORKSPACE_BASE=/raid/cache/flashinfer
 export CUDA_CACHE_PATH=/raid/cache/cuda
 
 
-srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --container-image 'lab#tepo:sglang' --container-mounts /project:/project,/shared:/shared,/raid:/raid,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append --mpi=none --container-writable bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --container-image 'lab#tepo:sglang' --container-mounts /project:/project,/shared:/shared,/raid:/raid,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --cpus-per-task=$SLURM_CPUS_ON_NODE --open-mode=append --mpi=none --container-writable bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
 
 sleep 0
 
@@ -185,7 +185,7 @@ sleep 0
 # Command 2
 
 
-srun --output /project/runs/qwen/launch/qwen-serve-%j-%n-%N.log --container-image 'lab#tepo:sglang' --container-mounts /project:/project,/shared:/shared,/raid:/raid,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append --mpi=none --container-writable bash /nemo_run/scripts/qwen-1.sh & pids[1]=$!
+srun --output /project/runs/qwen/launch/qwen-serve-%j-%n-%N.log --container-image 'lab#tepo:sglang' --container-mounts /project:/project,/shared:/shared,/raid:/raid,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --cpus-per-task=$SLURM_CPUS_ON_NODE --open-mode=append --mpi=none --container-writable bash /nemo_run/scripts/qwen-1.sh & pids[1]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop

@@ -1,6 +1,7 @@
 """The conformance kit: a right loss passes, and of a wrong one it names the case and the mistake."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,5 +109,21 @@ def test_the_command_names_the_case_and_what_is_wrong(capsys: pytest.CaptureFixt
     assert "FAIL  whole\n    loss      expected " in printed and "the number of sequences is one too small" in printed
     with pytest.raises(SystemExit, match="no such part"):
         main([name, "--as", "grpo", "--set", "cliphigh=0.2"])
-    with pytest.raises(SystemExit, match="module:function with --as ROW"):
+    with pytest.raises(SystemExit, match=r"module:NAME or file\.py:NAME with --as ROW"):
         main([name])
+
+
+OBJECTIVE = """
+from tepo_megatron.losses import OBJECTIVES
+OWN = OBJECTIVES["grpo"].replace(clip_high=0.3)
+"""
+
+
+def test_an_objective_is_named_by_its_file_as_in_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OBJECTIVE)
+    assert main([f"{file}:OWN", "--as", "grpo", "--set", "clip_high=0.3"]) == 0
+    assert main([f"{file}:OWN", "--as", "grpo"]) == 1
+    assert "the formula itself" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no file"):
+        main([f"{tmp_path}/none.py:OWN", "--as", "grpo"])

@@ -1,15 +1,21 @@
 """The nulls of a config take the values that its objective asks for; contradictions are refused with the fix."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.types import Rollout
 from tepo_megatron.command.preflight import preflight
 from tepo_megatron.config.io import validate
+from tepo_megatron.monitor.metrics import Metrics
 from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rollout import record
 from tepo_megatron.service.method import Method, resolve
-from tepo_megatron.service.opening import method_lines
+from tepo_megatron.service.opening import method_lines, open_driver
+from tests.tiny import char_tokenizer
 
 DAPO = {"name": "dapo"}  # it samples dynamically and shapes the reward of long responses
 
@@ -107,3 +113,52 @@ def test_stale_responses_without_correction_are_reported(sections: dict[str, Any
     cfg = validate(tree(**sections | {"rollout": disaggregated}))
     lines = method_lines(resolve(cfg), cfg.training, cfg.rollout)
     assert any("max_staleness=1 trains on responses of older weights" in line for line in lines) == warns
+
+
+LOG_OF_ALL, LOG_OF_ONE = "one update per rollout batch: ", "has one update, because "
+
+
+@pytest.mark.parametrize(
+    ("sections", "groups", "expected"),
+    [
+        ({}, (8, 4, 3, 8, 2), [f"warning: step 2 {LOG_OF_ONE}4 of rollout.prompts_per_step=8 groups"]),
+        ({"training": {"stream": "arrival"}}, (8, 4, 3), [f"warning: step 2 {LOG_OF_ONE}4"]),
+        ({}, (8, 5, 0), []),
+        ({"training": {"epochs": 2}}, (8, 1), []),
+        ({"objective": {"name": "reinforce"}}, (8, 1), []),
+        ({"objective": {"name": "grpo"}, "training": {"old_logprobs": "rollout"}}, (8, 1), []),
+        ({"training": {"minibatch_prompts": 8}}, (8, 4), [LOG_OF_ALL]),
+    ],
+)
+def test_a_batch_of_one_update_is_reported_once(
+    sections: dict[str, Any], groups: tuple[int, ...], expected: list[str], tmp_path: Path
+) -> None:
+    """A ratio of 1 and a dH of 0 leave nothing to clip or to mask. The rollouts are recordings, graded and filtered."""
+    char_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    for step, count in enumerate(groups, start=1):
+        ids, mask = torch.arange(6), torch.arange(6) >= 3
+        rollouts = [
+            Rollout(p, ids, mask, -1.0 * mask, 0, "stop", "1", float(s), float(s), "equal")
+            for p in range(count)
+            for s in (0, 1)
+        ]
+        record.write(tmp_path / "rollouts", step, rollouts, Metrics())
+    cfg = validate(
+        tree(
+            output=str(tmp_path),
+            platform="cpu",
+            model={"path": str(tmp_path / "model"), "precision": "fp32"},
+            objective=sections.get("objective", {}),
+            rollout={"prompts_per_step": 8, "samples_per_prompt": 2, "replay": str(tmp_path / "rollouts")},
+            training={"epochs": 1, "minibatch_prompts": 4} | sections.get("training", {}),
+        )
+    )
+    cfg.run_dir.mkdir()
+    with open_driver(cfg) as driver:
+        for step in range(1, len(groups) + 1):
+            driver.collect(step, lambda header: None)
+    lines = (cfg.run_dir / "log.txt").read_text().splitlines()
+    reports = [line for line in lines if LOG_OF_ALL in line or LOG_OF_ONE in line]
+    assert [line[: len(start)] for line, start in zip(reports, expected, strict=True)] == expected
+    assert all("lower training.minibatch_prompts=" in line for line in reports)
