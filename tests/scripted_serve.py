@@ -17,7 +17,7 @@ def main(config: str, host: str, make_api: Callable[[], EngineApi]) -> None:
     cfg = load_config(config)
     sections = (cfg.model, cfg.rollout, cfg.sync)
     launch = engines.launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
-    serve(cfg.name, cfg.rollout, launch, None, lambda text: print(text, flush=True))
+    serve(cfg.rollout, launch, None, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

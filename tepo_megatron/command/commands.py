@@ -188,7 +188,7 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
         host=args.host,
         counts=cfg.logging.metrics_port is not None,
     )
-    serve(cfg.name, cfg.rollout, launch, args.address, lambda text: print(escaped(text), flush=True))
+    serve(cfg.rollout, launch, args.address, lambda text: print(escaped(text), flush=True))
     return 0
 
 

@@ -112,8 +112,8 @@ class RendezvousServerConfig(ServerConfig):
 
     others: ClassVar[bool] = True
 
-    # Folder in which `tepo serve` publishes the addresses of its servers. The run waits until it has found rollout.servers of
-    # them.
+    # Folder by which run and `tepo serve` find each other: it holds the servers' key and the address at which the run listens.
+    # The run waits until `tepo serve` offers it rollout.servers servers.
     rendezvous: str
 
     @property

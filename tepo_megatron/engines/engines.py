@@ -4,7 +4,7 @@ A new engine is a file with an `EngineApi` and a row in `ENGINES`.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from tepo_megatron.engines.engine_api import EngineApi, LaunchSpec, Platform
 from tepo_megatron.engines.model_checks import check_linear_attention, layers_of
 from tepo_megatron.engines.servers.endpoint import Endpoint
 from tepo_megatron.engines.servers.fleet import Fleet
-from tepo_megatron.engines.servers.lease import Quiesce
+from tepo_megatron.engines.servers.listener import RunListener
 from tepo_megatron.engines.servers.local import LocalServer
-from tepo_megatron.engines.servers.process import GRACE_SECONDS, LOOPBACK
+from tepo_megatron.engines.servers.process import LOOPBACK
 from tepo_megatron.engines.servers.remote import FoundServer, NamedServer
-from tepo_megatron.engines.servers.rendezvous import Rendezvous
 from tepo_megatron.engines.servers.server import Server
 from tepo_megatron.engines.sglang import SglangApi
 from tepo_megatron.engines.torch_engine import TorchApi
@@ -93,23 +92,18 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
 def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Fleet:
     """Build the fleet of the config. Its servers are not started yet."""
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
-    quiesce: Quiesce | None = None
-    servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
+    listener: RunListener | None = None
+    servers: Sequence[Server]
     if isinstance(cfg.server, UrlServerConfig):
         servers = [NamedServer(name_of(cfg, i), cfg.server, url) for i, url in enumerate(cfg.server.urls)]
     elif isinstance(cfg.server, RendezvousServerConfig):
-        rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
-        used = set[str]()
-        servers = found = [
-            FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
-            for i in range(cfg.servers)
-        ]
-        if cfg.colocate:
-            quiesce = _quiesce(found, rendezvous, run, cfg.server)
+        listener = RunListener(log_path.parent, cfg.server)
+        names = [name_of(cfg, i) for i in range(cfg.servers)]
+        servers = [FoundServer(name, cfg.server, launch, listener, engine=cfg.engine) for name in names]
     else:
         servers = local_servers(cfg, apis, launch, log_path)
-    pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
-    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, quiesce)
+    endpoints = [Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in zip(servers, apis, strict=True)]
+    return Fleet(endpoints, cfg, listener)
 
 
 def local_servers(
@@ -128,16 +122,10 @@ def name_of(cfg: RolloutConfig, i: int) -> str:
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 
-def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig) -> Quiesce:
-    # A starting server is ended only once it is up, and a pending health request may take up to heartbeat_timeout.
-    seconds = cfg.ready_seconds + cfg.heartbeat_timeout + 5 * GRACE_SECONDS
-    return Quiesce(rendezvous.leases, str(run.resolve()), lambda: [s.start for s in servers if s.start is not None], seconds)
-
-
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:
     server = cfg.server
     if isinstance(server, UrlServerConfig):
         return f"{cfg.engine} at {', '.join(server.urls)}"
     if isinstance(server, RendezvousServerConfig):
-        return f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {server.rendezvous}"
+        return f"{cfg.engine}: waiting for `tepo serve` with rollout.servers={cfg.servers} in {server.rendezvous}"
     return f"starting {cfg.engine}; its log: {log_path}"

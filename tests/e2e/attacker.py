@@ -11,6 +11,7 @@ import encodings.idna  # noqa: F401 (another user may not read what would be imp
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
@@ -37,6 +38,7 @@ class Targets:
         host: Address at which the ports are tried.
         ports: Ports of TCP listeners.
         server: Port of the inference server.
+        link: Port for `tepo serve`. None: there is none.
         metrics: Port of the metrics endpoint. None: there is none.
         routes: Routes of the inference server that control something.
         page: Port of the live page.
@@ -48,6 +50,7 @@ class Targets:
     host: str
     ports: list[int]
     server: int
+    link: int | None
     metrics: int | None
     routes: list[str]
     page: int
@@ -89,6 +92,10 @@ def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
     for port in targets.ports:
         add(f"store at port {port}: set pickles", lambda port=port: in_store(targets.host, port, payload))
         add(f"port {port}: say what a member of gloo would", lambda port=port: as_member(targets.host, port, payload))
+    if (door := targets.link) is not None:
+        for name, words in LINK_ATTACKS.items():
+            add(f"port for `tepo serve`: {name}", lambda words=words: on_link(targets.host, door, words))
+        add("port for `tepo serve`: keep silent", lambda: keep_silent(targets.host, door))
     for route in targets.routes:
         for method in ("POST", "GET"):
             for key in (None, "wrong"):
@@ -139,6 +146,37 @@ def in_store(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
             return f"no store ({str(e).splitlines()[0][:60]})", False, ""
         return f"a store: {len(keys)} keys read and set", True, " ".join(keys)
     return "no connection", False, ""
+
+
+LINK_ATTACKS = {
+    "garbage": [os.urandom(1000).replace(b"\n", b"") + b"\n"],
+    "a giant line": [b"x" * 10_000_000],
+    "a wrong key": [b'{"nonce": "a"}\n', b'{"proof": "' + b"0" * 64 + b'"}\n', b'{"kind": "hello"}\n'],
+    "no proof": [b'{"kind": "hello", "host": "h", "pid": 1}\n', b'{"kind": "held", "number": 1}\n'],
+}
+
+
+def on_link(host: str, port: int, lines: list[bytes]) -> tuple[str, bool, str]:
+    """Send lines to the port for `tepo serve`. More than a nonce and a proof as an answer is a success."""
+    answer = b""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), SECONDS) as connection:
+        connection.settimeout(SECONDS)
+        for line in lines:
+            connection.sendall(line)
+        while data := connection.recv(4096):
+            answer += data
+    kinds = re.findall(rb'"kind": "(\w+)"', answer)
+    return f"{kinds}", not {*kinds} <= {b"nonce", b"proof"}, answer.decode("latin-1")
+
+
+def keep_silent(host: str, port: int) -> tuple[str, bool, str]:
+    """Open more connections than are served at once, and keep them."""
+    doors = []
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            doors.append(socket.create_connection((host, port), SECONDS))
+    time.sleep(SECONDS)
+    return f"{len(doors)} connections", False, ""
 
 
 def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:

@@ -108,6 +108,10 @@ class Command:
                 continue
         return found
 
+    def ready_urls(self) -> list[str]:
+        """Return the URL of each start of a server that `tepo serve` has told of, in order."""
+        return re.findall(r"is ready: (\S+)", self.output)
+
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, sorted."""
         return sorted(int(line.split()[0]) for line in self.left_over() if "tepo_megatron.trainer.worker" in line)

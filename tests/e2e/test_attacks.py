@@ -32,6 +32,7 @@ from tests.server.test_engines import CONTROLS
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 NOBODY = 65534
 ATTACKS = 60  # at least
+SERVERS = "servers"  # the rendezvous folder
 PAGES = ("", "runs", "runs/0/samples", "runs/0/tokens", "runs/0/audit?step=1&token=0:0", "../../etc/passwd")
 SHORT = {
     "training__steps": 500, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8, "rollout__samples_per_prompt": 2,
@@ -74,8 +75,8 @@ def attack(host: Host, user: int, targets: Targets) -> list[dict[str, Any]]:
     return list(json.loads(done.stdout))
 
 
-def pids_of(command: Command) -> list[int]:
-    return [int(line.split()[0]) for line in command.left_over()]
+def pids_of(*processes: Command) -> list[int]:
+    return [int(line.split()[0]) for process in processes for line in process.left_over()]
 
 
 def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, engine: str, page: int) -> Targets:
@@ -86,6 +87,7 @@ def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, e
         host="127.0.0.1",
         ports=ports,
         server=servers_of(found)[0],
+        link=link_port(canary.parent),
         metrics=metrics_port(run),
         routes=list(CONTROLS[engine]),
         page=page,
@@ -103,6 +105,11 @@ def metrics_port(run: Path) -> int | None:
     return int(json.loads(path.read_text())[0]["targets"][0].rpartition(":")[2]) if path.exists() else None
 
 
+def link_port(folder: Path) -> int | None:
+    path = folder / "servers" / "run.json"
+    return int(json.loads(path.read_text())["port"]) if path.exists() else None
+
+
 def servers_of(found: set[Listener]) -> list[int]:
     return sorted(one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process)
 
@@ -115,29 +122,33 @@ def servers_of(found: set[Listener]) -> list[int]:
         ("vllm", "ipc", {"rollout__colocate": "true"}),
         ("vllm", "shm", {"rollout__function": "examples/agents/calculator.py:calculator"}),
         ("vllm", "shm", {"logging__metrics_port": 0}),
+        ("vllm", "shm", {"rollout__colocate": "true", "rollout__server__rendezvous": SERVERS}),
     ],
-    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway", "vllm-shm-metrics"],
+    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway", "vllm-shm-metrics", "served"],
 )
 def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
 ) -> None:
     ours, other = two
     run = folder / "runs" / "attacked"
-    keys = {name: str(value) for name, value in keys.items()}
+    served = "rollout__server__rendezvous" in keys
+    keys = {name: str(folder / SERVERS if value == SERVERS else value) for name, value in keys.items()}
     servers = int(keys.get("rollout__servers", 1))
     words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT, **keys)
     with commands(tmp_path) as start:
         command = start("train", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])
         command.until(run.is_dir, timeout=240)
         live = start("watch", run, by=[*ours.enter, sys.executable])
-        with Watch(lambda: pids_of(command) + pids_of(live)) as watch:
+        servings = [start("serve", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])] if served else []
+        processes = [command, *servings]
+        with Watch(lambda: pids_of(*processes, live)) as watch:
             command.until(lambda: steps_taken(run) >= 2, timeout=240)
             live.until(lambda: "http://" in live.output, timeout=60)
             url = urlsplit(live.output.split()[0])
-            pids = pids_of(command)
+            pids = pids_of(*processes)
             found = listeners(pids + pids_of(live))
             local = targets_of(found, pids_of(live) + pids, run, folder / "canary", engine, int(url.port or 0))
-            secrets = keys_of_servers(command.left_over())
+            secrets = keys_of_servers(line for process in processes for line in process.left_over())
             assert len(secrets) == servers, "keys, which the test can read and others must not"
             if "logging__metrics_port" in keys:
                 secrets |= {(run / "metrics.key").read_text().strip()}
@@ -159,16 +170,18 @@ def test_no_attack_from_another_host_or_user_succeeds(
             assert won == []
             before = steps_taken(run)
             command.until(lambda: steps_taken(run) >= before + 2, timeout=60)
-            lines = command.left_over() + live.left_over()
-        live.process.kill()
-        command.process.kill()
+            lines = [line for process in (*processes, live) for line in process.left_over()]
+        for process in (live, *processes):
+            process.process.kill()
     assert len(rows) >= ATTACKS
     assert not any(key in line for line in lines for key in secrets)
     assert not [path for path in paths_below(folder) if path.name.startswith("planted") or path.suffix == ".moved"]
     records = step_records(run)
     assert [r["step"] for r in records] == list(range(1, len(records) + 1))
     assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records), "weights were changed"
-    assert reached_from_outside(watch) == []
+    assert [one for one in reached_from_outside(watch) if one.port != local.link] == []
+    for serving in servings:
+        assert serving.output.count("connected to the run") == 1 and "is started again" not in serving.output
 
 
 def reached_from_outside(watch: Watch) -> list[Listener]:

@@ -5,7 +5,6 @@ it left for its own.
 """
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +77,8 @@ def served(
     where = {"rollout__server__rendezvous": folder / "servers", "sync__transport__folder": folder / "weights", "output": folder}
     with commands(folder) as tepo:
         serve = tepo("serve", "examples/demo.yaml", *settings(model, **about, **where))
-        serve.until(lambda: bool(list((folder / "servers").glob("*.json"))), timeout=240)
-        (record,) = (folder / "servers").glob("*.json")
-        found = about | {"rollout__server__urls": f"[{json.loads(record.read_text())['url']}]"}
+        serve.until(lambda: bool(serve.ready_urls()), timeout=240)
+        found = about | {"rollout__server__urls": f"[{serve.ready_urls()[0]}]"}
         yield ServedElsewhere(model, found, (folder / "servers" / "key").read_text().strip())
 
 

@@ -41,9 +41,8 @@ def test_seven_benchmarks_run_on_an_own_and_on_a_running_engine(tepo, base: Path
     rendezvous = tmp_path / "rendezvous"
     served = settings(base, rollout__server__rendezvous=rendezvous, sync__transport="group")
     serve = tepo("serve", "examples/demo.yaml", *served)
-    serve.until(lambda: any(rendezvous.glob("*.json")), timeout=240)
-    (found,) = rendezvous.glob("*.json")
-    url, key = json.loads(found.read_text())["url"], (rendezvous / "key").read_text().strip()
+    serve.until(lambda: bool(serve.ready_urls()), timeout=240)
+    (url,), key = serve.ready_urls(), (rendezvous / "key").read_text().strip()
     there = ["--rollout.server.urls", f"[{url!r}]", "--out", tmp_path / "there"]
     running = tepo("evaluate", base, *words, *there, "--against", tmp_path / "own", env={"TEPO_SERVER_KEY": key})
     assert running.wait(240) == 0, running.output
@@ -54,6 +53,12 @@ def test_seven_benchmarks_run_on_an_own_and_on_a_running_engine(tepo, base: Path
     assert compare.wait(240) == 0, compare.output
     for output in (running.output, compare.output):
         assert output.count("+0.00") >= len(BENCHMARKS)
+
+    joined = ["--rollout.server.rendezvous", rendezvous, "--evaluation.benchmarks", "[amc]", "--out", tmp_path / "joined"]
+    found = tepo("evaluate", base, *words, *joined)
+    assert found.wait(240) == 0, found.output
+    assert (tmp_path / "joined" / "amc.jsonl").read_bytes() == (tmp_path / "own" / "amc.jsonl").read_bytes()
+    serve.until(lambda: len(serve.ready_urls()) == 2, timeout=240)  # what it used is started again, for the next one
 
     os.kill(serve.process.pid, signal.SIGTERM)
     assert serve.wait(120) == 0, serve.output

@@ -1,13 +1,13 @@
-"""`tepo serve` and `tepo train` as two commands that share folders alone: a served engine is killed in mid-run."""
+"""`tepo serve` and `tepo train` as two commands that find each other by a folder: a served engine is killed in mid-run."""
 
 import json
 import os
 import signal
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
-from tepo_megatron.engines.servers.rendezvous import Rendezvous
 from tepo_megatron.rollout import record
 from tests.recorded import step_records, steps_taken
 
@@ -30,15 +30,14 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
     train = tepo(*words)
     with train.stopped_when(lambda: steps_taken(run) >= 2, timeout=240):
-        (found,) = rendezvous.glob("*.json")
-        before = json.loads(found.read_text())
-        assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
+        (url,) = serve.ready_urls()
+        assert url.startswith("http://127.0.0.2:")
         assert not any(SERVER in line for line in train.left_over())
         os.kill(serve.oldest_server(SERVER), signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()
     assert "SIGKILL" in serve.output and "is started again (restart 1)" in serve.output
-    assert f"at {before['url']}" in train.output and "is started again (restart 1)" in train.output
+    assert f"at {url}" in train.output and "is started again (restart 1)" in train.output
     for step in range(1, STEPS + 1):
         rollouts, _ = record.read(run / record.FOLDER, step)
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
@@ -63,12 +62,11 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
     words = arguments(base, **settings)
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
     train = tepo(*words)
-    folder = Rendezvous(rendezvous)
 
-    def has_the_devices() -> bool:
-        return steps_taken(run) > 0 and rendezvous.exists() and folder.leases.current() is not None
+    def ranks_have_the_devices() -> bool:
+        return steps_taken(run) > 0 and sleeps(serve.ready_urls()[0], (rendezvous / "key").read_text().strip())
 
-    with train.stopped_when(has_the_devices, timeout=240):
+    with train.stopped_when(ranks_have_the_devices, timeout=240):
         os.kill(serve.oldest_server(SERVER), signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()
@@ -78,7 +76,12 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
     records = step_records(run)
     assert len(records) == 4 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
-    assert folder.leases.current() is None
     os.kill(serve.process.pid, signal.SIGTERM)
     assert serve.wait(120) == 0, serve.output
     serve.assert_nothing_left()
+
+
+def sleeps(url: str, key: str) -> bool:
+    """Return whether a vLLM sleeps."""
+    with urlopen(Request(f"{url}/is_sleeping", headers={"Authorization": f"Bearer {key}"}), timeout=60) as answer:
+        return bool(json.load(answer)["is_sleeping"])

@@ -96,10 +96,13 @@ def watched(command: Command, peaks: dict[str, int]) -> Iterator[None]:
     watching.result(LIMIT)
 
 
-def counts_of(servers: Path) -> list[dict[str, Any]]:
-    """Return what the servers of a rendezvous folder have counted: connections, and bytes of requests and answers."""
-    urls = [json.loads(path.read_text())["url"] for path in servers.glob("*.json")]
-    return [json.load(urllib.request.urlopen(f"{url}/counts", timeout=LIMIT)) for url in urls]
+def counts_of(servers: Command) -> list[dict[str, Any]]:
+    """Return what the servers that run now have counted: connections, and bytes of requests and answers."""
+    counts = []
+    for url in servers.ready_urls():
+        with suppress(OSError):  # it has ended
+            counts.append(json.load(urllib.request.urlopen(f"{url}/counts", timeout=LIMIT)))
+    return counts
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -134,13 +137,13 @@ def test_ten_steps_of_the_14b_recipe(tmp_path: Path) -> None:
             first.until(lambda: steps_taken(run) >= 2, LIMIT)
             os.kill(servers.oldest_server("tests.rehearsal.server"), signal.SIGKILL)
             first.until(lambda: 6 in steps(run / "checkpoints") and len(rows_of(run / TRAINED)) >= 7, LIMIT)
-            counts = counts_of(tmp_path / "servers")
+            counts = counts_of(servers)
             first.process.kill()
         first.assert_nothing_left()
         agent = ("--rollout.function", "examples/agents/calculator.py:calculator")
         with watched(second := train("--resume", "true", *agent), peaks):
             second.until(lambda: rows_of(run / TRAINED)[-1]["step"] == STEPS, LIMIT)
-            counts += counts_of(tmp_path / "servers")
+            counts += counts_of(servers)
             assert second.wait(LIMIT) == 0, second.output
         second.assert_nothing_left()
         servers.process.terminate()

@@ -10,7 +10,7 @@ from typing import Self
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.engines.engine import EnginePart
 from tepo_megatron.engines.servers.endpoint import Endpoint
-from tepo_megatron.engines.servers.lease import Quiesce
+from tepo_megatron.engines.servers.listener import RunListener
 from tepo_megatron.engines.servers.pool import ServerPool
 from tepo_megatron.engines.servers.routing import RoutedSampler
 from tepo_megatron.engines.servers.slot import ServerSlot
@@ -23,8 +23,8 @@ class Fleet(RoutedSampler, PoolUpdates):
     `endpoints`: the servers, in the order in which they were given. Only the fleet may call methods that change them.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
-        pool = ServerPool(endpoints, cfg, quiesce)
+    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, listener: RunListener | None = None) -> None:
+        pool = ServerPool(endpoints, cfg, listener)
         RoutedSampler.__init__(self, pool, cfg)
         PoolUpdates.__init__(self, pool, cfg)
         self.endpoints = endpoints

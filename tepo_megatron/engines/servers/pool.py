@@ -19,7 +19,7 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.engines.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.engines.servers.client import CONTROL_CONNECTIONS
 from tepo_megatron.engines.servers.endpoint import Endpoint
-from tepo_megatron.engines.servers.lease import Quiesce
+from tepo_megatron.engines.servers.listener import RunListener
 from tepo_megatron.engines.servers.sleep import GrowthLimit, SleepController, until
 from tepo_megatron.engines.servers.slot import Incarnation, ServerSlot
 
@@ -31,13 +31,13 @@ class ServerPool:
         refused: Why the weights were refused; the served version is unknown then. Empty: they were not.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
-        self._cfg, self.endpoints, self._quiesce = cfg, endpoints, quiesce
+    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, listener: RunListener | None = None) -> None:
+        self._cfg, self.endpoints, self._listener = cfg, endpoints, listener
         self.slots: list[ServerSlot[Endpoint]] = []
         self.version, self.refused = INITIAL_VERSION, ""
         self.loop, self.changed = LoopThread("fleet"), asyncio.Condition()
         self.growth = GrowthLimit(cfg.server.growth_limit_gib)
-        self.sleeping = SleepController(self.changed, quiesce, self.growth, cfg.server.change_seconds)
+        self.sleeping = SleepController(self.changed, listener, self.growth, cfg.server.change_seconds)
         self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
         # Requests that wait for a server, oldest first, each with the server that it avoids
@@ -53,8 +53,9 @@ class ServerPool:
         self.waiting.clear()
         self._update_begun = self._out_of_patience = None
         self._in_flight, self._most_in_flight = 0, self._allowed_in_flight()
-        self.sleeping = SleepController(self.changed, self._quiesce, self.growth, self._cfg.server.change_seconds)
-        self.sleeping.allow_starts()  # a killed run may have left its device lease
+        self.sleeping = SleepController(self.changed, self._listener, self.growth, self._cfg.server.change_seconds)
+        if self._listener is not None:
+            self.loop.run(self._listener.open())
         may_start = self.sleeping.may_start
         self.slots = [ServerSlot(e, self._cfg.server, self.notify, self.event, may_start) for e in self.endpoints]
         for endpoint in self.endpoints:
@@ -66,12 +67,13 @@ class ServerPool:
         self.loop.run(self._until_settled())
 
     def close(self) -> None:
+        if self._listener is not None:
+            self.loop.run(self._listener.close())
         self.loop.stop()
         with ThreadPoolExecutor(len(self.endpoints)) as threads:  # each stop takes some seconds
             list(threads.map(lambda endpoint: endpoint.server.stop(), self.endpoints))
         for endpoint in self.endpoints:
             endpoint.server.forget()
-        self.sleeping.allow_starts()
         self._supervisors = []
 
     def require_start(self) -> None:

@@ -14,7 +14,7 @@ from tepo_megatron.base.loop import time_limit
 from tepo_megatron.engines.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.engines.servers.client import RequestFailed
 from tepo_megatron.engines.servers.endpoint import Endpoint
-from tepo_megatron.engines.servers.lease import Quiesce
+from tepo_megatron.engines.servers.listener import RunListener
 from tepo_megatron.engines.servers.slot import Incarnation, PlannedRestart, ServerSlot
 
 ABORT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
@@ -72,8 +72,8 @@ async def until(changed: asyncio.Condition, condition: Callable[[], bool], secon
 class SleepController:
     """Controller of the fleet's sleep state. Methods that change it run in the fleet's event loop."""
 
-    def __init__(self, changed: asyncio.Condition, quiesce: Quiesce | None, growth: GrowthLimit, seconds: float) -> None:
-        self._changed, self._quiesce, self._growth, self._seconds = changed, quiesce, growth, seconds
+    def __init__(self, changed: asyncio.Condition, listener: RunListener | None, growth: GrowthLimit, seconds: float) -> None:
+        self._changed, self._listener, self._growth, self._seconds = changed, listener, growth, seconds
         self.asleep: frozenset[EnginePart] = frozenset()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -107,8 +107,8 @@ class SleepController:
         incarnations = None
         # servers that end meanwhile have to be gone, too
         while incarnations != (incarnations := [m.incarnation for m in members]):
-            if self._quiesce is not None:
-                await self._quiesce.reach()
+            if self._listener is not None:
+                await self._listener.hold()
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
             await self._until(lambda: not any(m.draining for m in members))
 
@@ -133,13 +133,9 @@ class SleepController:
         await self._tell([m for m in members if part in m.endpoint.asleep], lambda endpoint: endpoint.wake(part))
         self.asleep -= {part}
         if not self.asleep:
-            self.allow_starts()
-
-    def allow_starts(self) -> None:
-        """Allow servers to be started, here and in every `tepo serve`."""
-        self.may_start.set()
-        if self._quiesce is not None:
-            self._quiesce.end()
+            self.may_start.set()
+            if self._listener is not None:
+                self._listener.free()
 
     async def _tell(self, members: Sequence[ServerSlot], say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call to all servers that are up, concurrently. A server on which the call fails is ended."""

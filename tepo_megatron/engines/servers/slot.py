@@ -34,6 +34,11 @@ class Incarnation:
         if not self._end.done():
             self._end.set_result(why)
 
+    @property
+    def ending(self) -> bool:
+        """Return whether its end was requested."""
+        return self._end.done()
+
     async def ended(self) -> RolloutError | None:
         """Wait until `end` is called, and return the reason that was given."""
         return await self._end

@@ -8,11 +8,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +33,8 @@ from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.servers import slot
 from tepo_megatron.engines.servers.fleet import Fleet
 from tepo_megatron.engines.servers.local import LocalServer
-from tepo_megatron.engines.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
-from tepo_megatron.engines.servers.server_key import KEY_FILE, KEY_VARIABLE
+from tepo_megatron.engines.servers.rendezvous import ADDRESS_FILE, RunAddress, create, read_address, write_address
+from tepo_megatron.engines.servers.server_key import KEY_FILE, KEY_VARIABLE, make_key
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
 from tests.unit.rollout.test_sleep import released
@@ -72,22 +74,15 @@ def trainer(
         yield fleet
 
 
-def record_of(folder: Path, url: str, **change: Any) -> ServerRecord:
-    record = ServerRecord(
-        engine="vllm", engine_version="1.0", url=url, run="r", tp=1, model=fingerprint(model_in(folder)), max_model_len=64,
-        precision="fp32", host="there", pid=7, start="0", log="there.log",
-    )  # fmt: skip
-    return dataclasses.replace(record, **change)
-
-
 @dataclasses.dataclass
 class Serving:
     process: subprocess.Popen[bytes]
-    rendezvous: Rendezvous
+    folder: Path
     log: Path
 
-    def records(self) -> list[ServerRecord]:
-        return self.rendezvous.records()
+    def ready(self) -> list[str]:
+        """Return the URL of each start of a server that came up, in order."""
+        return re.findall(r"is ready: (\S+)", self.log.read_text())
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -122,7 +117,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
         command = [sys.executable, "-m", "tests.scripted_serve", str(tmp_path / "serve.yaml"), "127.0.0.2"]
         with log.open("w") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        started.append(Serving(process, Rendezvous(folder), log))
+        started.append(Serving(process, folder, log))
         return started[-1]
 
     yield start
@@ -155,64 +150,98 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
-def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
-    port = record.url.rpartition(":")[2]
+def server_process(serving: Serving, url: str) -> psutil.Process:
+    port = url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
                 and port in line[-2:] and "tepo_megatron.engines.servers.guard" not in line)  # fmt: skip
 
 
 @pytest.mark.full
-def test_servers_are_found_killed_found_again_and_given_back(serving: Callable[..., Serving], tmp_path: Path) -> None:
+def test_servers_are_found_killed_found_again_and_start_again_for_the_next_run(
+    serving: Callable[..., Serving], tmp_path: Path
+) -> None:
     serve = serving(servers=2)
-    with trainer(tmp_path, servers=2, rendezvous=str(serve.rendezvous.folder)) as fleet:
-        before = {record.start: record for record in serve.records()}
-        assert len(before) == 2 and all(r.url.startswith("http://127.0.0.2:") for r in before.values())
+    with trainer(tmp_path, servers=2, rendezvous=str(serve.folder)) as fleet:
+        before = serve.ready()
+        assert len(before) == 2 and all(url.startswith("http://127.0.0.2:") for url in before)
         fleet.update_weights([], version=3)
         expected = ids(fleet.generate(PROMPTS, SAMPLING, seed=7))
-        first = next(iter(before.values()))
-        server_process(serve, first).kill()
+        server_process(serve, before[0]).kill()
         until(lambda: fleet.needs_weights)
         assert len(ids(fleet.generate(PROMPTS, SAMPLING, seed=7))) == len(expected)  # by the other one
         fleet.update_weights([], version=4)
         rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {4}
-        after = {record.start for record in serve.records()}
-        assert len(after) == 2 and first.start not in after and len(after & before.keys()) == 1
-    # given back: other starts, with their first weights, for any other run
-    until(lambda: len(serve.records()) == 2 and not after & {r.start for r in serve.records()})
-    with trainer(tmp_path, run="another", servers=2, rendezvous=str(serve.rendezvous.folder)) as fleet:
-        assert not fleet.needs_weights
+        assert len(serve.ready()) == 3
+        with (
+            pytest.raises(ConfigError, match=r"is used by the run .*/run; wait for its end"),
+            trainer(tmp_path, run="another", rendezvous=str(serve.folder)),
+        ):
+            pass
+        assert {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)} == {4}
+    # other starts, with their first weights, for any other run
+    with trainer(tmp_path, run="another", servers=2, rendezvous=str(serve.folder)) as fleet:
+        assert len(serve.ready()) == 5 and not fleet.needs_weights
         assert {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)} == {INITIAL_VERSION}
 
-    key_file = serve.rendezvous.folder / KEY_FILE
+    key_file = serve.folder / KEY_FILE
     key = key_file.read_text().strip()
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     processes = serve.processes()
-    assert not any(key in word for p in processes for word in p.cmdline())
-    assert not any(key in path.read_text() for path in [serve.log, *serve.rendezvous.folder.glob("*.log")])
+    assert not any(key in word for line in serve.lines().values() for word in line)
+    assert not any(key in path.read_text() for path in [serve.log, *serve.folder.glob("*.log")])
     serve.process.send_signal(signal.SIGTERM)
     assert serve.process.wait(60) == 0, serve.log.read_text()
     assert not psutil.wait_procs(processes, timeout=20)[1]
-    left = {path.name for path in serve.rendezvous.folder.iterdir() if path.suffix != ".log"}
-    assert left == {KEY_FILE}
+    assert {path.name for path in serve.folder.iterdir() if path.suffix != ".log"} == {KEY_FILE}
 
 
 @pytest.mark.full
 def test_a_server_that_a_killed_run_left_half_way_starts_again(serving: Callable[..., Serving], tmp_path: Path) -> None:
+    """The next run replaces the address that the killed one left."""
     serve = serving(servers=1)
-    settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
+    settings: dict[str, Any] = {"rendezvous": str(serve.folder)}
     killed_trainer(tmp_path, settings, after="update")
-    start = serve.records()[0].start
-    with (
-        pytest.raises(RolloutError, match=r"is used by the run .*/run; wait for its end"),
-        trainer(tmp_path, run="another", **settings),
-    ):
+    assert (serve.folder / ADDRESS_FILE).exists()
+    with trainer(tmp_path, run="another", **settings) as fleet:
+        assert len(serve.ready()) == 2
+        assert fleet.version == INITIAL_VERSION and not fleet.needs_weights
+        fleet.update_weights([], version=5)  # half an update would refuse another one
+        assert {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)} == {5}
+
+
+@pytest.mark.full
+def test_the_servers_of_a_killed_tepo_serve_end_and_those_of_another_take_their_place(
+    serving: Callable[..., Serving], tmp_path: Path
+) -> None:
+    serve = serving(servers=1)
+    with trainer(tmp_path, rendezvous=str(serve.folder)) as fleet:
+        fleet.update_weights([], version=1)
+        processes = serve.processes()
+        serve.process.kill()
+        assert len(processes) >= 2 and not psutil.wait_procs(processes, timeout=5)[1]
+        serving(servers=1)
+        until(lambda: fleet.needs_weights)
+        fleet.update_weights([], version=2)
+        assert versions(fleet) == {2}
+
+
+@pytest.mark.full
+def test_a_server_that_does_not_fit_or_is_missing_is_named_with_its_reason(
+    serving: Callable[..., Serving], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = serving(servers=1)
+    settings: dict[str, Any] = {"rendezvous": str(serve.folder)}
+    misfit = r"http://127\.0\.0\.2:\d+ \(of pid \d+ on .*, log .*\): it has 1 tensor-parallel ranks, and rollout\.server\.tp=2"
+    with pytest.raises(RolloutError, match=misfit), trainer(tmp_path, tp=2, **settings):
         pass
-    with trainer(tmp_path, **settings) as resumed:
-        assert serve.records()[0].start != start
-        assert resumed.version == INITIAL_VERSION and not resumed.needs_weights
-        resumed.update_weights([], version=5)  # half an update would refuse another one
-        assert {r.policy_version for r in resumed.generate(PROMPTS, SAMPLING, seed=7)} == {5}
+    assert len(serve.ready()) == 1  # no weights were sent, so it goes on
+    settings["ready_seconds"] = 3
+    with trainer(tmp_path, servers=2, **settings) as fleet:
+        assert re.search(r"no free server in rollout\.server\.rendezvous=.*http://127", str(fleet.slots[1].lost))
+    monkeypatch.setenv(KEY_VARIABLE, "another-key-for-this-run")
+    with pytest.raises(RolloutError, match=r"does not know the key.*TEPO_SERVER_KEY"), trainer(tmp_path, **settings):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -249,20 +278,20 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
 
 def test_all_who_make_a_key_at_once_get_the_same(tmp_path: Path) -> None:
     made: list[str] = []
-    makers = [threading.Thread(target=lambda: made.append(Rendezvous(tmp_path).make_key())) for _ in range(16)]
+    makers = [threading.Thread(target=lambda: made.append(make_key(tmp_path))) for _ in range(16)]
     for maker in makers:
         maker.start()
     for maker in makers:
         maker.join()
-    assert len(made) == 16 and len(set(made)) == 1 and Rendezvous(tmp_path).key() == made[0]
+    assert len(made) == 16 and len(set(made)) == 1
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
     tmp_path.chmod(0o770)
     with pytest.raises(ConfigError, match="others can write in it"):
-        Rendezvous(tmp_path).create()
+        create(tmp_path)
     tmp_path.chmod(0o750)
     (tmp_path / KEY_FILE).chmod(0o640)
-    with pytest.raises(ConfigError, match="others can read the servers' key"):
-        Rendezvous(tmp_path).key()
+    with pytest.raises(ConfigError, match="others can read it"):
+        make_key(tmp_path)
 
 
 NOBODY = 65534
@@ -283,41 +312,36 @@ UNSAFE = {
     "all may write": (lambda folder: folder.chmod(0o1777), "others can write in it"),
     "another's": (stranger_owns, f"belongs to user {NOBODY}"),
     "a link": (led_elsewhere, "is a symbolic link"),
-    "another's record": (lambda folder: stranger_owns(next(folder.glob("*.json"))), f"json: belongs to user {NOBODY}"),
+    "another's address": (lambda folder: stranger_owns(folder / ADDRESS_FILE), f"json: belongs to user {NOBODY}"),
     "another's key": (lambda folder: stranger_owns(folder / "key"), f"key: belongs to user {NOBODY}"),
     "a linked key": (lambda folder: led_elsewhere(folder / "key"), "key: is a symbolic link"),
 }
 
 
 @as_root
-@pytest.mark.parametrize("side", ["trainer", "tepo serve"])
 @pytest.mark.parametrize("fault", UNSAFE)
-def test_a_rendezvous_that_others_can_change_is_refused_on_both_sides(
-    fault: str, side: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rendezvous_that_others_can_change_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is refused before a request that holds the key is sent anywhere, even where the key comes from the environment."""
     spoil, complaint = UNSAFE[fault]
     folder = tmp_path / "rendezvous"
-    rendezvous = Rendezvous(folder)
-    rendezvous.create()
-    rendezvous.make_key()
-    rendezvous.publish(record_of(tmp_path, "http://127.0.0.2:9"))
-    assert rendezvous.records() and rendezvous.key()
+    create(folder)
+    make_key(folder)
+    write_address(folder, RunAddress("r", ["127.0.0.1"], 9))
+    assert read_address(folder) is not None
     spoil(folder)
     if "key" not in fault:
         monkeypatch.setenv("TEPO_SERVER_KEY", "k" * 32)
     with pytest.raises(ConfigError, match=complaint):
-        if side == "tepo serve" and "key" not in fault:
-            rendezvous.create()
-        rendezvous.key()
-        rendezvous.records()
+        if "key" not in fault:
+            read_address(folder)
+        make_key(folder)
 
 
 @pytest.mark.parametrize("bad", ["", "short", "with a space in the middle", "not-ascii-enough-ü"])
 def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(KEY_VARIABLE, bad)
     with pytest.raises(ConfigError, match=KEY_VARIABLE):
-        Rendezvous(tmp_path).make_key()
+        make_key(tmp_path)
 
 
 def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,15 +392,45 @@ def versions(fleet: Fleet) -> set[int]:
 
 
 @pytest.mark.full
-def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(serving: Callable[..., Serving], tmp_path: Path) -> None:
-    serve = serving(servers=1, colocate=True)
-    settings: dict[str, Any] = {"colocate": True, "rendezvous": str(serve.rendezvous.folder)}
+def test_while_ranks_have_the_devices_nothing_is_started_until_their_run_goes_on(
+    serving: Callable[..., Serving], tmp_path: Path
+) -> None:
+    """Not when the run is killed, not for another run, and not by a `tepo serve` that begins meanwhile."""
+    serve = serving(servers=2, colocate=True)
+    settings: dict[str, Any] = {"colocate": True, "rendezvous": str(serve.folder)}
+    with trainer(tmp_path, **settings) as fleet:
+        until(lambda: len(serve.ready()) == 2)
+        fleet.sleep()
+        assert len(servers_of(serve)) == 1  # the other one, which the run does not use, has ended
+        second = serving(servers=1, colocate=True)
+        until(lambda: "connected to the run" in second.log.read_text())
+        server_process(serve, fleet.slots[0].endpoint.client.url).kill()  # type: ignore[union-attr]
+        until(lambda: not fleet.slots[0].up and not servers_of(serve))
+        fleet.wake("weights")
+        time.sleep(0.5)  # several times what a server waits before a start
+        assert not servers_of(serve) + servers_of(second)
+        fleet.wake("kv_cache")
+        until(lambda: fleet.slots[0].up)
+        fleet.update_weights([], version=1)
+        assert versions(fleet) == {1}
+        second.process.terminate()
+        assert second.process.wait(60) == 0, second.log.read_text()
+        fleet.sleep()  # one that has said that it ends is not waited for
     killed_trainer(tmp_path, settings, after="sleep")
-    turn = serve.rendezvous.leases.current()
-    assert turn is not None and turn.run == str(tmp_path / "run")
+    until(lambda: not servers_of(serve))
+    with (
+        pytest.raises(RolloutError, match=r"nothing is started while .*/run has the devices; if it was killed"),
+        trainer(tmp_path, run="another", **settings | {"ready_seconds": 3}),
+    ):
+        pass
+    assert not servers_of(serve)
     with trainer(tmp_path, **settings) as resumed:
-        assert serve.rendezvous.leases.current() is None
         resumed.update_weights([], version=1)
         assert versions(resumed) == {1}
         resumed.sleep()
         assert released(resumed, 0) == BOTH_PARTS
+
+
+def servers_of(serving: Serving) -> list[int]:
+    """Return the processes of its servers."""
+    return [pid for pid, line in serving.lines().items() if "tests.scripted_server" in line and "-P" not in line]
