@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tepo_megatron.engines.servers.link import Link, NotProven, connect
-from tepo_megatron.engines.servers.listener import MOST_UNPROVEN, RunListener
 
 from tepo_megatron.base.loop import LoopThread
 from tepo_megatron.config import RendezvousServerConfig
 from tepo_megatron.engines.servers import link, listener
+from tepo_megatron.engines.servers.link import Link, NotProven, connect
+from tepo_megatron.engines.servers.listener import MOST_UNPROVEN, RunListener
 from tepo_megatron.engines.servers.rendezvous import read_address
 from tests import hosts
 from tests.waiting import until
