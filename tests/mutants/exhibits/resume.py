@@ -153,7 +153,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="decisions_of_steps_that_were_taken_again_count",
-        source="our own: decisions/0037 (a start voids later steps)",
+        source="our own (rollout/decisions.py: a start voids later steps)",
         bug="A start in decisions.jsonl does not void the lines of the steps that the run takes again.",
         cost="After a resume from an earlier checkpoint, the log explains steps by decisions that nothing was trained on.",
         symbol="read_history",
@@ -163,7 +163,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="a_repetition_with_the_config_of_the_first_start_alone",
-        source="our own: decisions/0037 (parts)",
+        source="our own (rollout/decisions.py: parts)",
         bug="The whole run is repeated with the config of its first start, whatever it was resumed with.",
         cost="A run that went on with another layout or learning rate is said not to be reproducible.",
         symbol="parts_of",
