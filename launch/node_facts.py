@@ -76,8 +76,7 @@ def gather(gpus: int, interfaces: list[str], skip: list[str], infiniband: str = 
 def adapter_faults(wanted: str, folder: Path = Path("/sys/class/infiniband")) -> list[str]:
     """Return why NCCL would not find its RDMA adapters, and would use TCP without a word.
 
-    Args:
-        wanted: NCCL_IB_HCA: prefixes of names, or after "=" whole names, perhaps with ports; after "^" what is left out.
+    `wanted`: NCCL_IB_HCA: prefixes of names, or after "=" whole names, perhaps with ports; after "^" what is left out.
     """
     there = sorted(path.name for path in folder.glob("*"))
     names = [name.partition(":")[0] for name in wanted.lstrip("=").split(",") if name and not wanted.startswith("^")]
@@ -130,11 +129,7 @@ def interface_of(address: str) -> str | None:
 
 
 class Listener:
-    """The head's port while the machines look for it: it answers each greeting with the head's time.
-
-    Attributes:
-        fault: Why there is no port; empty if there is one.
-    """
+    """The head's port while the machines look for it: it answers each greeting with its time. `fault`: why there is no port."""
 
     def __init__(self, port: int, token: str, interfaces: list[str]) -> None:
         found = addresses()

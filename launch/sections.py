@@ -31,12 +31,7 @@ _OF_COMMANDS = {"partition", "qos", "time", "mem", "constraint", "reservation"}
 
 @config
 class NodeCheckConfig:
-    """The first step of a Slurm job, and `python -m launch doctor`: every machine is checked before the run starts.
-
-    Attributes:
-        max_clock_seconds: Largest difference between a machine's clock and the head's.
-        timeout_seconds: Time for the whole check, the start of the container on each machine included.
-    """
+    """The first step of a Slurm job, and `python -m launch doctor`: every machine is checked before the run starts."""
 
     # Checks to leave out. The shared folder, the interfaces and the head's address are always checked.
     skip: list[Literal["gpus", "driver", "cudnn", "clock", "all_reduce"]] = Field(default_factory=list)
@@ -45,6 +40,7 @@ class NodeCheckConfig:
     spare_nodes: NonNegative = 0
     # Least bus bandwidth of the all-reduce over all machines in GB/s. 0: it is only reported.
     min_gb_per_second: Annotated[float, Field(ge=0)] = 0.0
+    # Largest difference between a machine's clock and the head's.
     max_clock_seconds: Annotated[float, Field(gt=0)] = 5.0  # not a limit
     # Limit since the first step of a job: an image takes 10 minutes to unpack, PyTorch 10 to import from a cold disk; then the
     # machines that are missing are left out; a start
