@@ -167,5 +167,5 @@ def submission(
             nemo = importlib.import_module("launch.nemo")
     except ModuleNotFoundError as e:
         raise ConfigError(f"{e.name} is not installed here; `make launch` makes .venv-launch, whose python has it") from None
-    place = slot.name, slot.home, slot.number
-    return nemo.Submission(*place, tasks, cluster, Path.cwd(), setup, requeued, after, spare_nodes, variables)
+    name, home, number = slot.name, slot.home, slot.number
+    return nemo.Submission(name, home, number, tasks, cluster, Path.cwd(), setup, requeued, after, spare_nodes, variables)

@@ -153,8 +153,8 @@ class SlurmConfig:
         """
         if any(re.match(r"--cpus-per-task|-c\b", word) for word in self.srun_args):
             return []
-        given = {name.replace("-", "_"): value for name, value in self.options.items()}.get("cpus_per_task")
-        return ["--cpus-per-task=" + (shlex.quote(given) if given else "$SLURM_CPUS_ON_NODE")]
+        cores = {name.replace("-", "_"): value for name, value in self.options.items()}.get("cpus_per_task")
+        return ["--cpus-per-task=" + (shlex.quote(cores) if cores else "$SLURM_CPUS_ON_NODE")]
 
     @property
     def patience(self) -> int:

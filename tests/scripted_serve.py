@@ -15,8 +15,9 @@ def main(config: str, host: str, make_api: Callable[[], EngineApi]) -> None:
     """Serve with `make_api` in the place of vLLM."""
     engines.ENGINES["vllm"] = make_api  # type: ignore[index]
     cfg = load_config(config)
-    sections = (cfg.model, cfg.rollout, cfg.sync)
-    launch = engines.launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
+    launch = engines.launch_of(
+        cfg.model, cfg.rollout, cfg.sync, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host
+    )
     serve(cfg.rollout, launch, None, lambda text: print(text, flush=True))
 
 

@@ -167,9 +167,9 @@ class _Pool:
 
     def _encoded(self, chosen: Sequence[int], request: Mapping[str, Any], head: bytes) -> tuple[list[bytes], str]:
         if self.spec.format == BINARY and CONTENT_TYPE.encode() in head:
-            prompt = len(request["prompt"]), ids_crc(request["prompt"])
-            given = [self._answers[i] for i in chosen]
-            samples = [Sample("stop", "default", *prompt, answer.ids, answer.logprobs) for answer in given]
+            length, crc = len(request["prompt"]), ids_crc(request["prompt"])
+            answers = [self._answers[i] for i in chosen]
+            samples = [Sample("stop", "default", length, crc, answer.ids, answer.logprobs) for answer in answers]
             return [encode(samples)], CONTENT_TYPE
         return json_body([self._choices[i] for i in chosen], request["prompt"]), "application/json"
 

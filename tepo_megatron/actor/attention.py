@@ -230,8 +230,8 @@ class SDPACoreAttention(MegatronModule):
         queries, keys, values = layout.in_slots(query_S, key_T, value_T)
         outputs: list[Tensor] = []
         key_rows = [b.key_rows for b in layout.buckets]
-        queries_of = queries.split([b.query_rows for b in layout.buckets])
-        for bucket, q, k, v in zip(layout.buckets, queries_of, keys.split(key_rows), values.split(key_rows), strict=True):
+        query_parts = queries.split([b.query_rows for b in layout.buckets])
+        for bucket, q, k, v in zip(layout.buckets, query_parts, keys.split(key_rows), values.split(key_rows), strict=True):
             outputs += bucket.attend(q, k, v, self.softmax_scale)
         return torch.cat(outputs).index_select(0, layout.query_slot_S).flatten(1)
 

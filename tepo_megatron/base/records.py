@@ -76,7 +76,7 @@ def steps_of(lines: Iterable[JsonLine], last: int | None = None, last_evaluation
     step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest. `last_evaluation`: last step
     whose evaluation is kept; None: `last`.
     """
-    sorted_lines = StepRecords([])
+    steps = StepRecords([])
     by_step: dict[int, JsonLine] = {}
     evaluations: dict[int, JsonLine] = {}
     last_evaluation = last if last_evaluation is None else last_evaluation
@@ -86,27 +86,25 @@ def steps_of(lines: Iterable[JsonLine], last: int | None = None, last_evaluation
         fault = line.fault or _no_record(line.value)
         if fault:
             unreadable.append((line, fault))
-            sorted_lines.rest.append(line)
+            steps.rest.append(line)
             continue
         step, evaluates = line.step, is_evaluation(line.value or {})
         kind, end = (evaluations, last_evaluation) if evaluates else (by_step, last)
         if end is not None and step > end:
-            sorted_lines.later.append(line)
+            steps.later.append(line)
             continue
         if step in kind:
             doubled |= set() if evaluates else {step}
-            sorted_lines.rest.append(kind[step])
+            steps.rest.append(kind[step])
         kind[step] = line
-    sorted_lines.kept.extend(by_step[step] for step in sorted(by_step))
-    sorted_lines.kept_evaluations.extend(evaluations[step] for step in sorted(evaluations))
-    sorted_lines.faults.extend(named_faults(unreadable))
+    steps.kept.extend(by_step[step] for step in sorted(by_step))
+    steps.kept_evaluations.extend(evaluations[step] for step in sorted(evaluations))
+    steps.faults.extend(named_faults(unreadable))
     if doubled:
-        sorted_lines.faults.append(
-            f"recorded more than once (the later record counts): {_named([(s, s) for s in sorted(doubled)])}"
-        )
+        steps.faults.append(f"recorded more than once (the later record counts): {_named([(s, s) for s in sorted(doubled)])}")
     if missing := _gaps(by_step, max(by_step, default=0) if last is None else last):
-        sorted_lines.faults.append(f"no record of {_named(missing)}, and what is lost cannot be made again")
-    return sorted_lines
+        steps.faults.append(f"no record of {_named(missing)}, and what is lost cannot be made again")
+    return steps
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:

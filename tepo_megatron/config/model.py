@@ -58,7 +58,7 @@ class ParallelConfig:
     # Limit since a rank last moved in training: a microbatch of 32k tokens takes a minute, the first one compiles; then `has
     # been in one place for`
     timeout_seconds: PositiveFloat = 1800.0
-    # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
+    # Seconds without a heartbeat after which a rank counts as frozen and ends the run with its name.
     # Limit since the last heartbeat of a rank, or answer of the service: a library of 1 GB from a cold file system holds the
     # interpreter for a minute; then `has not been heard of for` or `gave no answer`
     heartbeat_timeout: PositiveFloat = 300.0

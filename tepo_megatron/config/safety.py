@@ -28,15 +28,14 @@ def safety_checks(cfg: Config) -> list[SafetyCheck]:
     """Return every check of the engine's weights, with its state in a run of this config."""
     rollout, sync, steps = cfg.rollout, cfg.sync, cfg.training.steps
     log_probs = _log_probs(rollout, sync, cfg.training.old_logprobs)
-    checks = [SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *log_probs)]
+    checks = {"log-probs of engine and actor (sync.max_logprob_diff)": log_probs}
     if _delivers(rollout) and (cfg.data.eval is not None or cfg.evaluation.benchmarks):
-        checks.append(SafetyCheck("log-probs of evaluations", *_evaluations(steps - 1 - rollout.max_staleness)))
+        checks["log-probs of evaluations"] = _evaluations(steps - 1 - rollout.max_staleness)
     if rollout.replay_experts and not rollout.only:
-        checks.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(rollout, sync)))
-    checks.append(SafetyCheck("versions that servers echo", *_versions(rollout)))
-    checksums = _checksums(rollout, sync, steps, cfg.platform)
-    checks.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *checksums))
-    return checks
+        checks["the engine's choice of experts (rollout.replay_experts)"] = _experts(rollout, sync)
+    checks["versions that servers echo"] = _versions(rollout)
+    checks["checksums of what servers hold (sync.verify_every)"] = _checksums(rollout, sync, steps, cfg.platform)
+    return [SafetyCheck(name, works, state) for name, (works, state) in checks.items()]
 
 
 def checks_that_are_off(checks: Iterable[SafetyCheck]) -> list[str]:

@@ -1,8 +1,8 @@
 """Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
 
 Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
-separate process, in which `vllm_plugin.py` loads weights, `vllm_auth.py` requires the key, and `vllm_answers.py` answers in
-binary.
+separate process. In it run, of `wire/receiver`, `vllm_plugin.py`, which loads weights, `vllm_auth.py`, which requires the key,
+and `vllm_answers.py`, which answers in binary.
 """
 
 import base64

@@ -1,9 +1,9 @@
 """The rollouts of a step as flat arrays in shared memory, which every rank of the machine maps.
 
 The service writes a batch into a memory file without a name (memfd), which ends with the processes that hold it open. The ranks
-of its machine open it below /proc of the service; `batch_receiver.py` brings it to other machines. A token takes 9 bytes: int32
-id, fp32 log-prob, bool mask. Sampling masks, where sampling is truncated, are in the same file: int32 number of ids of each
-response token, and int32 ids. The experts of a token, hundreds of bytes, are in a second file.
+of its machine open it below /proc of the service; `trainer/batch_receiver.py` brings it to other machines. A token takes
+9 bytes: int32 id, fp32 log-prob, bool mask. Sampling masks, where sampling is truncated, are in the same file: int32 number of
+ids of each response token, and int32 ids. The experts of a token, hundreds of bytes, are in a second file.
 """
 
 import hashlib

@@ -105,11 +105,11 @@ class MainDriver:
         self.trace = ServiceTrace(cfg.run_dir, log.message)
         self._restarts = 0  # server restarts that are in the metrics already
         self._objective, self._noted_idle_ratio = build_objective(cfg.objective), cfg.rollout.only
-        if self._has_idle_ratio(-(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts)):
-            log.message(
-                "one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act; if they "
-                f"should, lower training.minibatch_prompts={cfg.training.minibatch_prompts} or raise training.epochs=1"
-            )
+        self._note_idle_ratio(
+            -(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts),
+            "one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act; if they "
+            f"should, lower training.minibatch_prompts={cfg.training.minibatch_prompts} or raise training.epochs=1",
+        )
         self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
 
     def reopen(self, config: dict[str, Any]) -> None:
@@ -170,28 +170,28 @@ class MainDriver:
             self._restarts = restarts
             for name, value in self.engine.server_metrics().items():
                 metrics.add(name, value)
-        self._note_idle_ratio(step, rollouts, stream)
+        self._note_few_groups(step, rollouts, stream)
         last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()
         header = self._memory.write(last.rollouts, metrics.pairs(), clock.seconds, last.ids)
         self.kept.add(step, [*paths, header.path], line, position)
         return header
 
-    def _has_idle_ratio(self, minibatches: int) -> bool:
-        """Return whether a rollout batch of this number of minibatches is the first in which the ratio has no effect."""
-        is_first = not self._noted_idle_ratio and has_idle_ratio(self._objective, self._cfg.training, minibatches)
-        self._noted_idle_ratio |= is_first
-        return is_first
+    def _note_idle_ratio(self, minibatches: int, text: str) -> None:
+        """Log `text`, once in a run, if the ratio has no effect on a rollout batch of this number of minibatches."""
+        if not self._noted_idle_ratio and has_idle_ratio(self._objective, self._cfg.training, minibatches):
+            self._noted_idle_ratio = True
+            self.log.message(text)
 
-    def _note_idle_ratio(self, step: int, rollouts: Sequence[Rollout], stream: MinibatchStream | None) -> None:
-        """Warn if filtering has left so few groups that they make one update, unless the log says so."""
+    def _note_few_groups(self, step: int, rollouts: Sequence[Rollout], stream: MinibatchStream | None) -> None:
+        """Warn if filtering has left so few groups that they make one update."""
         training, groups = self._cfg.training, len({rollout.prompt_id for rollout in rollouts})
-        if self._has_idle_ratio(-(-groups // training.minibatch_prompts) if stream is None else sum(map(bool, stream.prompts))):
-            self.log.message(
-                f"warning: step {step} has one update, because {groups} of rollout.prompts_per_step="
-                f"{self._cfg.rollout.prompts_per_step} groups are left: its ratios are 1 and its dH are 0, so clipping and KL "
-                f"mask do not act in such steps (said once); lower training.minibatch_prompts={training.minibatch_prompts}, "
-                "raise training.epochs or rollout.max_generation_rounds, or use easier or harder prompts"
-            )
+        self._note_idle_ratio(
+            -(-groups // training.minibatch_prompts) if stream is None else sum(map(bool, stream.prompts)),
+            f"warning: step {step} has one update, because {groups} of rollout.prompts_per_step="
+            f"{self._cfg.rollout.prompts_per_step} groups are left: its ratios are 1 and its dH are 0, so clipping and KL "
+            f"mask do not act in such steps (said once); lower training.minibatch_prompts={training.minibatch_prompts}, "
+            "raise training.epochs or rollout.max_generation_rounds, or use easier or harder prompts",
+        )
 
     def _stream(self, step: int, hand_out: Callable[[BatchHeader], object]) -> MinibatchStream | None:
         training = self._cfg.training

@@ -1,7 +1,7 @@
 """The rollout service: a process next to rank 0 that owns prompts, engine, servers, graders, record and log of a run.
 
-The launcher starts it, and rank 0 is its only client (`service_client.py`). They exchange pickled messages over a socket pair,
-which has no address, so that no other process can connect. The service ends with its rank 0, and with the launcher.
+The launcher starts it, and rank 0 is its only client (`trainer/service_client.py`). They exchange pickled messages over a
+socket pair, which has no address, so that no other process can connect. It ends with its rank 0, and with the launcher.
 
 Where the ranks are restarted after a failure, the service lives on and serves one rank 0 after the other. It goes on with its
 work while there is none, and keeps each batch until a checkpoint contains its step.
@@ -250,7 +250,7 @@ class RolloutService:
             self._send(connection, Answer(number, result, None))
 
     def _error(self, e: Exception) -> Exception:
-        """Return the error as rank 0 raises it: our own in its class of `errors.py`, any other as its traceback.
+        """Return the error as rank 0 raises it: our own in its class of `base/errors.py`, any other as its traceback.
 
         A subclass may lie in a module that no rank imports, and may not survive pickling.
         """

@@ -1,17 +1,17 @@
 """Deliver the actor's weights to the inference engine after every step. One push works with every transport.
 
 The path of a weight from a Megatron shard to the engine:
-    models/gather.py          gathers the shards of a parameter over tp
-    models/ops.py             puts them together as Hugging Face tensors
-    sync/buckets.py     cuts the tensors into buckets, one bucket per sender and round; leaves out what did not change
-    sync/push.py        stages, starts and completes the rounds (this module)
-    sync/stores.py      carries a round (`shm`, `ipc`); or relay.py (`shm` on several machines), broadcast.py (`group`)
-    receiver/receiver.py       takes the round, in the server's processes
-    receiver/weight_files.py   checks that the tensors are the model's, and reads files
-    receiver/vllm_plugin.py    loads them into the engine's model; or sglang_loader.py
+    models/gather.py               gathers the shards of a parameter over tp
+    models/ops.py                  puts them together as Hugging Face tensors
+    sync/buckets.py                cuts the tensors into buckets, one per sender and round; leaves out what did not change
+    sync/push.py                   stages, starts and completes the rounds (this module)
+    sync/stores.py                 carries a round (`shm`, `ipc`); or relay.py (`shm`, several machines), broadcast.py (`group`)
+    wire/receiver/receiver.py      takes the round, in the server's processes
+    wire/receiver/weight_files.py  checks that the tensors are the model's, and reads files
+    wire/receiver/vllm_plugin.py   loads them into the engine's model; or sglang_loader.py
 The request that names the sources of a round goes through engines/servers/fleet.py, endpoint.py and the engine's client.
 
-All transports implement `WeightTransport` (`transport.py`). While the engine loads a round, the next one is staged. So two
+All transports implement `WeightTransport` (`wire/transport.py`). While the engine loads a round, the next one is staged. So two
 rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of one parameter from each sender). With `sync.delta`
 parameters that did not change since the last push are left out.
 """

@@ -122,7 +122,7 @@ class FileTransport(StoredTransport):
 
 
 class IpcTransport(StoredTransport):
-    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers of this machine map (`ipc.py`).
+    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers here map (`wire/ipc.py`).
 
     The buffers exist only during an update. Collectives: none. See `WeightTransport`.
     """

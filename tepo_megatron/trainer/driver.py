@@ -1,6 +1,6 @@
 """The interface between the training loop and the rollout side of a run.
 
-The methods of rank 0's `Driver` are calls of the rollout service (`service.py`), in which `main_driver.MainDriver` makes them.
+The methods of rank 0's `Driver` are calls of the rollout service (`service/`), in which `main_driver.MainDriver` makes them.
 On other ranks, which have no rollout side, they do nothing.
 """
 

@@ -82,8 +82,9 @@ def make_case(
     batches, steps = [], []
     for step in range(STEPS):
         prompts = [torch.randint(1, VOCAB, (n,), generator=generator) for n in SHARED_PROMPTS] if shared else None
-        models = (perturbed, trainer.model)
-        sequences = [_sequence(*models, i, step, generator, prompts, truncation) for i in range(len(RESPONSES))]
+        sequences = [
+            _sequence(perturbed, trainer.model, i, step, generator, prompts, truncation) for i in range(len(RESPONSES))
+        ]
         batches.append(_batch(sequences, step + 1))  # 0 would say that the old statistics are those of the current weights
         steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA, form))
     return Case(model, tuple(batches), tuple(steps))

@@ -70,8 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     plain = w.run_config(model, folder / "plain", **sections)
     run_dir.prepare(traced)
     asking = Ask("tepo_megatron.trainer.schedule:Schedule.next_parts")  # on rank 0, in step 1
-    given = traced, folder / "traced" / "journal", 0, asking
-    assert run_world(2, rank_with_its_own_clock, *given) == [(False, False)] * 2
+    assert run_world(2, rank_with_its_own_clock, traced, folder / "traced" / "journal", 0, asking) == [(False, False)] * 2
     w.attempt(plain, folder / "plain" / "journal")
     return traced.run_dir, plain.run_dir
 

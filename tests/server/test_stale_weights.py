@@ -92,8 +92,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     score.write_text(SCORE)
     made = Servers(w.write_inputs(folder / "model"), score, ["http://127.0.0.1:1"] * 1, request.param, folder / "fault.json")
     run = made.config(folder, {})
-    sections = (run.model, run.rollout, run.sync)
-    launch = launch_of(*sections, platform=run.platform, max_model_len=run.served_tokens, seed=run.seed)
+    launch = launch_of(run.model, run.rollout, run.sync, platform=run.platform, max_model_len=run.served_tokens, seed=run.seed)
     cfg = ServerConfig(kv_cache_gib=0.25)
     path = [str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     faulty = {CONTROL: str(made.control), "PYTHONPATH": os.pathsep.join(path)}

@@ -3,7 +3,7 @@
 Every rate is a datasheet value times an assumed share (`gpus.py`). Work is spread evenly over ranks and stages, microbatches
 are full, and a pipeline of p stages and m microbatches waits (p - 1) / (m + p - 1) of its time. Backward takes twice the
 products and moves of forward, and two and a half times the attention (arXiv 2307.08691). Each decoding step of the engine reads
-its weights and the cache of all running sequences. A recorded run corrects each phase by one factor (`recorded.py`).
+its weights and the cache of all running sequences. A recorded run corrects each phase by one factor (`command.py`).
 """
 
 from collections.abc import Mapping, Sequence

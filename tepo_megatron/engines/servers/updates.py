@@ -38,7 +38,7 @@ class ChecksumChecks:
     bytes (SGLang on GPUs: a kernel of its own). The torch engine gives the CRC-32 of each tensor under its Hugging Face name.
     It takes as long as copying and hashing the model, and nothing is sampled meanwhile. Parameters whose memory was freed are
     not covered, nor are packed copies in their place: on CPU vLLM hashes the embedding and the norms, and no linear layer.
-    Those are covered only by the CRC-32 check on arrival (`receiver.py`) and the comparison of log-probs.
+    Those are covered only by the CRC-32 check on arrival (`wire/receiver`) and the comparison of log-probs.
     """
 
     def __init__(self, same_precision: bool) -> None:

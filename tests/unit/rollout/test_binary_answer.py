@@ -36,8 +36,8 @@ RECORD = 72  # bytes of a sample's record
 
 
 def sample(ids: list[int], logprobs: list[float], reason: str, **changes: Any) -> Sample:
-    arrays = np.array(ids, np.int32), np.array(logprobs, np.float32)
-    return replace(Sample(reason, "3", 3, ids_crc(PROMPT.token_ids), *arrays), **changes)
+    prompt_crc = ids_crc(PROMPT.token_ids)
+    return replace(Sample(reason, "3", 3, prompt_crc, np.array(ids, np.int32), np.array(logprobs, np.float32)), **changes)
 
 
 SAMPLES = [
