@@ -68,7 +68,9 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
     loss = of_file or getattr(importlib.import_module(module), attribute)
     objectives = sys.modules.get("tepo_megatron.losses.objective")  # which a file that makes an Objective has imported
     if objectives is not None and isinstance(loss, objectives.Objective):
-        loss = importlib.import_module("tests.conformance.adapters.own").loss_of(loss)
+        from tests.conformance.adapters.own import loss_of
+
+        loss = loss_of(loss)
     return [Subject(name, loss, method_of(args.row, args.replaced), args.splits_sequences)]
 
 
