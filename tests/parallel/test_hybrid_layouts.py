@@ -1,7 +1,7 @@
 """A hybrid (Qwen3.5) takes two optimizer steps on every layout, which are those of the independent fp64 reference.
 
 transformers' own fp32, on one rank and without packing, is off by more than 1e-5: the gradients of the decays are sums of terms
-that nearly cancel. Twice what it is off by is the bound (`cases.compare`).
+that nearly cancel. Its errors are the bound (`cases.compare`).
 """
 
 from functools import partial

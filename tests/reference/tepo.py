@@ -48,11 +48,6 @@ class Step:
     mask_share: float
 
 
-# Draws of fp32 roundings. They have two kinds of outcomes: of 14 draws of one hybrid 9 were off by 5e-6 and 5 by 2e-5. Twelve
-# miss the second kind in one of 200 cases, and three in one of four.
-NUDGES = range(12)
-
-
 def load(path: Path, dtype: torch.dtype = torch.float64, nudge: int = 0) -> torch.nn.Module:
     """Return the HF model, with eager attention and experts (grouped products take no fp64), in fp64 by default.
 

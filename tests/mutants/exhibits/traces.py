@@ -6,7 +6,7 @@ KIND = "traces"
 EXHIBITS = (
     Exhibit(
         name="the_offset_of_a_clock_has_the_wrong_sign",
-        source="our own: decisions/0048 (one clock)",
+        source="our own: docs/traces.md (one clock)",
         bug=(
             "Processes of one machine share their clock, so that the offset is 0 up to noise, and its sign does not matter. On "
             "several machines the spans are twice as far apart as the clocks."
@@ -19,7 +19,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="ranks_are_on_the_clock_of_rank_0",
-        source="our own: decisions/0048 (one clock)",
+        source="our own: docs/traces.md (one clock)",
         bug="Ranks measure their offset to rank 0, whose own offset to the service was left out. All ranks agree.",
         cost="Where rank 0 and the service differ, ranks train on rollouts before they are sampled, or long after that.",
         symbol="StepTracer._write",
@@ -29,7 +29,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="a_request_lies_in_another_one",
-        source="our own: decisions/0048 (rows of requests)",
+        source="our own: docs/traces.md (rows of requests)",
         bug="A short request that falls into a longer one is drawn in its row, as if the longer one had made it.",
         cost="The decoding of one group seems to consist of other groups.",
         symbol="in_lanes",
