@@ -280,7 +280,7 @@ def compare(
             what is off as these are is rounding (reference/rounding.py). None: nothing is.
     """
     found = errors(ranks, steps)
-    worst = max(((name, norm(error), TOLERANCE) for step in found for name, error in step.items()), key=itemgetter(1))
+    worst = (*worst_of(found), TOLERANCE)
     if in_fp32 is not None and not worst[1] <= TOLERANCE:
         draws = [errors([[asdict(step) for step in in_fp32(nudge)]] * len(ranks), steps) for nudge in DRAWS]
         each = [most_beyond_rounding(step, [draw[i] for draw in draws], TOLERANCE) for i, step in enumerate(found)]
@@ -303,6 +303,11 @@ def errors(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...])
             step |= {f"step {i}: {kind} of {name}": relative(merged[name], t) for name, t in tensors.items()}
         found.append(step)
     return found
+
+
+def worst_of(steps: list[dict[str, Tensor]]) -> tuple[str, float]:
+    """Return the largest of `errors`, with its name; NaN counts as inf."""
+    return max(((name, norm(error)) for step in steps for name, error in step.items()), key=itemgetter(1))
 
 
 def nearness(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]) -> tuple[float, float]:

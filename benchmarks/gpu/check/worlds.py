@@ -56,9 +56,8 @@ class TrainingJob:
     def report(self, check: Check, ranks: list[list[dict[str, Any]]]) -> None:
         """Compare with the reference, and report."""
         if self.precision == "fp32":
-            found = cases.errors(ranks, self.case.steps)
-            worst = max(found, key=found.__getitem__)
-            check.verdict(self.line, found[worst], FP32_LIMIT[check.platform], worst=worst)
+            worst, error = cases.worst_of(cases.errors(ranks, self.case.steps))
+            check.verdict(self.line, error, FP32_LIMIT[check.platform], worst=worst)
             return
         apart, norm = cases.nearness(ranks, self.case.steps)
         most, most_norm = NEAR_BF16 if self.precision == "bf16" else NEAR_FP8
