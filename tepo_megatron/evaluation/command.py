@@ -18,7 +18,14 @@ from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.engines import build_engine
 from tepo_megatron.engines.servers.served_model import check_cache
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of, title_of
-from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, compare_folders, read_record
+from tepo_megatron.evaluation.folder import (
+    RECORD_FILE,
+    TABLE_FILE,
+    EvaluationFolder,
+    compare_folders,
+    read_record,
+    samples_file,
+)
 from tepo_megatron.evaluation.problems import Problems, load_benchmarks, load_files
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import figures, paper_table
@@ -167,6 +174,8 @@ def _evaluate(
             )
             accuracy = folder.add(problems, samples).accuracy
             tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
+            if accuracy.mean == 0:
+                tell(f"{problems.entry.title}: no sample was graded above 0; see each in {samples_file(out, problems.name)}")
             for event in (*engine.take_events(), *sampler_events()):
                 tell(event)
     return folder

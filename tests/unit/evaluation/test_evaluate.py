@@ -149,6 +149,10 @@ def test_files_are_asked_as_they_are_and_graded_by_the_runs_reward(
     evaluated("second", *other, against=first)
     printed = capsys.readouterr().out
     assert "sums: the two runs also differ in grader." in printed and "to the paper" not in printed
+    assert "no sample was graded above 0" not in printed
+    (tmp_path / "none.py").write_text("def none(prompt, response, answer):\n    return 0.0\n")
+    evaluated("none", "--reward.terms", f"[{{type: custom, function: '{tmp_path}/none.py:none'}}]")
+    assert "sums: no sample was graded above 0; see" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"sums: grader was .* and is .*; resume with what it was"):
         evaluated("first", *other, "--resume", "true")
     with pytest.raises(ConfigError, match=r"amc\.jsonl: the name 'amc' is a benchmark's or another file's; rename the file"):
