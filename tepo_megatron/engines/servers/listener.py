@@ -90,15 +90,21 @@ class RunListener:
         if (other := rendezvous.read_address(self.folder)) is not None:
             with contextlib.suppress(OSError):  # it was killed
                 (await connect(other.hosts, other.port, self.key, GREETING_SECONDS)).close()
-                raise ConfigError(
-                    f"rollout.server.rendezvous={self.folder} is used by the run {other.run}; wait for its end, or use "
-                    "another folder and another `tepo serve`"
-                )
+                raise self._used_by(other.run)
+            rendezvous.remove_address(self.folder, other)
         dual = socket.has_dualstack_ipv6()
         door = socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
         address = rendezvous.RunAddress(self.run, rendezvous.own_addresses(), door.getsockname()[1])
+        if not rendezvous.write_address(self.folder, address):
+            door.close()
+            raise self._used_by("that has just started")
         self._listening = await asyncio.start_server(self._accept, sock=door, limit=LINE_BYTES), address
-        rendezvous.write_address(self.folder, address)
+
+    def _used_by(self, run: str) -> ConfigError:
+        return ConfigError(
+            f"rollout.server.rendezvous={self.folder} is used by the run {run}; wait for its end, or use "
+            "another folder and another `tepo serve`"
+        )
 
     async def close(self) -> None:
         """End the links. Servers may be started, and those that the run used start again."""

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from tepo_megatron.base.atomic import replacing
 from tepo_megatron.base.errors import ConfigError
 
 ADDRESS_FILE = "run.json"
@@ -83,17 +82,18 @@ def read_private(path: Path) -> str | None:
     return text
 
 
-def write_private(path: Path, text: str, replace: bool = True) -> None:
-    """Write a file of mode 0600, which is complete when it appears. Without `replace` a file that is there stays."""
+def write_private(path: Path, text: str) -> bool:
+    """Write a file of mode 0600, which is complete when it appears. Return False if there is one, which stays."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-    if replace:
-        with replacing(path, temporary=part):
-            return
-    with contextlib.suppress(FileExistsError):
+    try:
         os.link(part, path)
-    part.unlink()
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink()
+    return True
 
 
 def read_address(folder: Path) -> RunAddress | None:
@@ -106,9 +106,9 @@ def read_address(folder: Path) -> RunAddress | None:
         raise ConfigError(f"{path}: not the address of a run ({e}); remove it, or use one version of `tepo`") from None
 
 
-def write_address(folder: Path, address: RunAddress) -> None:
-    """Have each `tepo serve` connect to this run from now on."""
-    write_private(folder / ADDRESS_FILE, json.dumps(dataclasses.asdict(address)) + "\n")
+def write_address(folder: Path, address: RunAddress) -> bool:
+    """Have each `tepo serve` connect to this run from now on. Return False if another run's address is there."""
+    return write_private(folder / ADDRESS_FILE, json.dumps(dataclasses.asdict(address)) + "\n")
 
 
 def remove_address(folder: Path, address: RunAddress) -> None:

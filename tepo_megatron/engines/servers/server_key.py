@@ -19,7 +19,7 @@ def make_key(folder: Path) -> str:
         return key
     path = folder / KEY_FILE
     if (text := read_private(path)) is None:
-        write_private(path, secrets.token_urlsafe(32) + "\n", replace=False)
+        write_private(path, secrets.token_urlsafe(32) + "\n")
         text = read_private(path) or ""
     return checked_key(text.strip(), str(path))
 

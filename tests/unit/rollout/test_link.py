@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.loop import LoopThread
 from tepo_megatron.config import RendezvousServerConfig
 from tepo_megatron.engines.servers import link, listener
 from tepo_megatron.engines.servers.link import Link, NotProven, connect
 from tepo_megatron.engines.servers.listener import MOST_UNPROVEN, RunListener
-from tepo_megatron.engines.servers.rendezvous import read_address
+from tepo_megatron.engines.servers.rendezvous import RunAddress, create, read_address, write_address
 from tests import hosts
 from tests.waiting import until
 
@@ -258,3 +259,25 @@ def test_both_ends_notice_that_the_other_machine_has_vanished(tmp_path: Path) ->
             for end in ends:
                 end.kill()
                 end.wait(60)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path, left: bool) -> None:
+    """Also where both see the address that a killed run left."""
+    config = RendezvousServerConfig(rendezvous=str(tmp_path / "servers"))
+    runs = [RunListener(tmp_path / name, config) for name in ("a", "b")]
+    create(tmp_path / "servers")
+    with socket.create_server(("127.0.0.1", 0)) as door:  # nobody listens there once it is closed
+        address = RunAddress("killed", ["127.0.0.1"], door.getsockname()[1])
+    assert not left or write_address(tmp_path / "servers", address)
+
+    async def start_and_end() -> list[object]:
+        outcomes = await asyncio.gather(*(run.open() for run in runs), return_exceptions=True)
+        published = read_address(tmp_path / "servers")
+        assert published is not None and Path(published.run).name == "ab"[outcomes.index(None)]
+        await runs[outcomes.index(None)].close()
+        return list(outcomes)
+
+    refused = [outcome for outcome in asyncio.run(start_and_end()) if outcome is not None]
+    assert len(refused) == 1 and isinstance(refused[0], ConfigError) and "is used by the run" in str(refused[0])
+    assert read_address(tmp_path / "servers") is None
