@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.doctor.plan.activations import Recompute

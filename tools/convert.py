@@ -112,7 +112,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _start() -> None:
     """Activate Megatron-Core on the CPU, even if the machine has a GPU."""
-    from tepo_megatron.base.quiet import quiet_upstream
+    from tepo_megatron.base.processes import quiet_upstream
     from tepo_megatron.dist.platform import activate
 
     quiet_upstream()

@@ -14,15 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from tepo_megatron.actor import build
-from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult
-from tepo_megatron.actor.activations import HostActivations
-from tepo_megatron.actor.comparisons import mismatch
+from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult, mismatch
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
-from tepo_megatron.actor.masks import MaskSource, device_mask, truncation_of
-from tepo_megatron.actor.minibatch import MinibatchInputs
-from tepo_megatron.actor.offload import PARTS, Offloader, Part
-from tepo_megatron.actor.output_stats import OutputRows, OutputStats, Visit
-from tepo_megatron.actor.packer import Packer
+from tepo_megatron.actor.minibatch import MinibatchInputs, Packer
+from tepo_megatron.actor.offload import PARTS, HostActivations, Offloader, Part
+from tepo_megatron.actor.output_stats import MaskSource, OutputRows, OutputStats, Visit, device_mask, truncation_of
 from tepo_megatron.actor.pipeline import ExpertReplay, PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.recorder import TokenRecorder

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from tepo_megatron.base.atomic import sync
+from tepo_megatron.base.storage import sync
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"step-\d{8,}\.(partial|deleted-\w+)")

@@ -7,8 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.monitor import run_dir
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tepo_megatron.base.errors import RunStopped, TepoError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import RunStopped, TepoError, escaped
 from tepo_megatron.base.memory_kills import MemoryKills, cpu_threads, usable_cores
 from tepo_megatron.base.processes import ATTEMPT, LAUNCHER, RANK_THREADS
 from tepo_megatron.base.save_requests import STOP, ask

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.open_files import WANTED, raise_open_file_limit
+from tepo_megatron.base.processes import WANTED, raise_open_file_limit
 from tepo_megatron.config import Config, RewardConfig, RolloutConfig
 from tepo_megatron.engines.servers.client import CONTROL_CONNECTIONS
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import escaped
 from tepo_megatron.base.processes import die_with_parent, reap
 from tepo_megatron.command.nodes import ONE_MACHINE, Nodes, refuse_torchrun
 from tepo_megatron.monitor import run_dir

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tepo_megatron.base.errors import ConfigError, SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.base.errors import RolloutError, SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import RolloutError, SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import MASK_TIES, Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig

@@ -228,7 +228,7 @@ def weights_digest(folder: Path) -> str:
 
 def _convert(checkpoint: Path, out: Path) -> None:
     """Convert the checkpoint on the CPU, even if the machine has a GPU."""
-    from tepo_megatron.base.quiet import quiet_upstream
+    from tepo_megatron.base.processes import quiet_upstream
     from tepo_megatron.dist.platform import activate
 
     quiet_upstream()

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.storage import replace_file
 from tepo_megatron.data.stream import fingerprint
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, title_of
 from tepo_megatron.evaluation.problems import Problems

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import escaped
 from tepo_megatron.evaluation.benchmarks import COLUMNS, PublishedRow, title_of
 from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval

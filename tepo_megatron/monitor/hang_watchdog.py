@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import escaped
 from tepo_megatron.base.run_lock import FolderIdentity
 
 BEAT_SECONDS = 1.0

@@ -17,9 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from tepo_megatron.base import records
-from tepo_megatron.base.atomic import replace_file, replacing
 from tepo_megatron.base.errors import ConfigError, DataError, RunReplacedError
-from tepo_megatron.base.storage import writing
+from tepo_megatron.base.storage import replace_file, replacing, writing
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.monitor.alerts import AlertWatch, key_of
 from tepo_megatron.monitor.log_file import LogFile, append_line, open_for_appending

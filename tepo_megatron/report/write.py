@@ -4,10 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tepo_megatron.base.atomic import replace_file
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.base.run_lock import RunLock
+from tepo_megatron.base.storage import replace_file
 from tepo_megatron.report.curves import Curves
 from tepo_megatron.report.page import render
 from tepo_megatron.report.picture import write_picture

@@ -9,10 +9,9 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from tepo_megatron.base.errors import RewardError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import RewardError, excerpt
 from tepo_megatron.base.exchange import BadAnswer, HttpAnswer
-from tepo_megatron.config.judge import FIELD, JudgeTermConfig
+from tepo_megatron.config.reward import FIELD, JudgeTermConfig
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.remote import TEXT_BYTES, FailedAttempt, GradingServer, RequestRefused, texts_of
 from tepo_megatron.rewards.terms import Response, Verdict

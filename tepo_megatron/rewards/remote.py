@@ -7,8 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from tepo_megatron.base.errors import ConfigError, RewardError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, RewardError, excerpt
 from tepo_megatron.base.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 from tepo_megatron.config.reward import HttpTermConfig
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.base import scratch
-from tepo_megatron.base.atomic import replacing
 from tepo_megatron.base.errors import CheckpointError, ConfigError
+from tepo_megatron.base.storage import replacing
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.dist.objects import broadcast_object
 from tepo_megatron.dist.parallel import ParallelDims

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tepo_megatron.actor.accumulator import UpdateResult
+from tepo_megatron.actor.accumulator import UpdateResult, mismatch, reference_divergence
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.actor.recorder import TokenRecorder
-from tepo_megatron.base.gpus import GPUS, card_of
+from tepo_megatron.base.hardware import GPUS, card_of
 from tepo_megatron.base.seeding import derive_seed
 from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.base.types.batch import join_minibatches

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from tepo_megatron.actor.pass_spans import traced_passes
-from tepo_megatron.base.atomic import replacing
+from tepo_megatron.actor.pipeline import traced_passes
 from tepo_megatron.base.errors import StorageError
 from tepo_megatron.base.save_requests import TraceRequest
+from tepo_megatron.base.storage import replacing
 from tepo_megatron.dist.collective_spans import traced_collectives
 from tepo_megatron.dist.objects import broadcast_result, same_error
 from tepo_megatron.dist.parallel import ParallelDims

@@ -137,7 +137,7 @@ def test_recompute_and_offloaded_activations_change_nothing(
 
 
 def test_activations_leave_the_gpu(alone: Any) -> None:
-    from tepo_megatron.actor.activations import HostActivations
+    from tepo_megatron.actor.offload import HostActivations
 
     weight = torch.nn.Parameter(torch.randn(1024, 1024, device=DEVICE))
     held, gradients = [], []

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.command.preflight import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.plan import ROWS, PublishedRun, predicted_seconds
 from tepo_megatron.actor.precision import optimizer_fields
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.command.parsers import main
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate

@@ -25,7 +25,7 @@ from benchmarks.gpu.check.parts import STEP_LINES
 from benchmarks.gpu.check.steps import OLD, UPDATES, MeasuredSteps
 from benchmarks.gpu.rows import matmul_rate
 from tepo_megatron.actor.kernels import choose, installed
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config.io import load_config
 from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tepo_megatron.base.host_sizes import arena_bytes, block_bytes, starts
+from tepo_megatron.base.hardware import arena_bytes, block_bytes, starts
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of madvise(2), which Python's mmap does not name

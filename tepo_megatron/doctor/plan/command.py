@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.base.errors import CheckpointError, ConfigError, DataError
-from tepo_megatron.base.gpus import GPUS, Gpu
+from tepo_megatron.base.hardware import GPUS, Gpu
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.config.judge import JudgeTermConfig
+from tepo_megatron.config.reward import JudgeTermConfig
 from tepo_megatron.doctor.plan.activations import ON_CPU, Attention, PlannedKernels
 from tepo_megatron.doctor.plan.gpus import GIB
 from tepo_megatron.doctor.plan.memory import host_bytes

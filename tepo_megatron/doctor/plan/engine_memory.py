@@ -1,7 +1,7 @@
 """Predict the engine's bytes on a GPU: weights, KV cache, and the memory that a sleeping engine keeps."""
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.gpus import Gpu
+from tepo_megatron.base.hardware import Gpu
 from tepo_megatron.config import AnyServerConfig, RolloutConfig, ServerConfig
 from tepo_megatron.doctor.plan import parameters
 from tepo_megatron.doctor.plan.gpus import ASSUMED, GIB, Assumptions

@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tepo_megatron.base.gpus import Gpu
-from tepo_megatron.base.host_sizes import arena_bytes
+from tepo_megatron.base.hardware import Gpu, arena_bytes
 from tepo_megatron.config import (
     CheckpointConfig,
     Config,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.base.gpus import Gpu
+from tepo_megatron.base.hardware import Gpu
 from tepo_megatron.config import Config
 from tepo_megatron.doctor.plan import parameters
 from tepo_megatron.doctor.plan.activations import microbatches_in_flight

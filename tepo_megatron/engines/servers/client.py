@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from tepo_megatron.base.errors import RolloutError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import RolloutError, excerpt
 from tepo_megatron.base.exchange import (
     CONTROL_BYTES,
     ERROR_BYTES,

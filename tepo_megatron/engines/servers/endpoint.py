@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from tepo_megatron.base.errors import ConfigError, RolloutError, SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, RolloutError, SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import AnyServerConfig

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.base.loopback import without_proxy
 from tepo_megatron.base.memory_kills import cpu_threads
-from tepo_megatron.base.processes import LAUNCHER, RANK_THREADS
+from tepo_megatron.base.processes import LAUNCHER, RANK_THREADS, without_proxy
 
 # Variables that describe the world to ranks; a server must not see them.
 _WORLD = {

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.base.errors import ConfigError, RolloutError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, RolloutError, excerpt
 from tepo_megatron.config import RendezvousServerConfig
 from tepo_megatron.engines.servers import rendezvous
 from tepo_megatron.engines.servers.link import GREETING_SECONDS, LINE_BYTES, Link, connect

@@ -14,7 +14,7 @@ import psutil
 
 from tepo_megatron.base.errors import RolloutError, SyncError
 from tepo_megatron.base.loop import LoopThread
-from tepo_megatron.base.open_files import SPARE_FILES, raise_open_file_limit
+from tepo_megatron.base.processes import SPARE_FILES, raise_open_file_limit
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.engines.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.engines.servers.client import CONTROL_CONNECTIONS

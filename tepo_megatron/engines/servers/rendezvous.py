@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from tepo_megatron.base.atomic import replacing
 from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.storage import replacing
 
 ADDRESS_FILE = "run.json"
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.base.errors import ConfigError, RunStopped, TepoError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, RunStopped, TepoError, escaped
 from tepo_megatron.base.processes import handlers_restored
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config

@@ -4,8 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from tepo_megatron.base.errors import CheckpointError, ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import CheckpointError, ConfigError, escaped
 from tepo_megatron.config.io import load_config
 from tepo_megatron.data import load_tokenizer
 from tepo_megatron.report.audit.comparison import audit_step

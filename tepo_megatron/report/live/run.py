@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tepo_megatron.base.errors import ConfigError, DataError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, DataError, excerpt
 from tepo_megatron.base.records import parse_lines, steps_of
 from tepo_megatron.base.run_lock import is_gone
 from tepo_megatron.config import Config

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import DataError, RunStopped
 from tepo_megatron.base.save_requests import STOP, answer_stop, answer_trace, asked, take_trace
+from tepo_megatron.base.storage import replace_file
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, DataConfig, SftConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.models.families import find_family, read_config
 from tepo_megatron.models.operations import forward_operations

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.actor.masks import truncation_of
+from tepo_megatron.actor.output_stats import truncation_of
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, SamplingMask, SamplingParams, Truncation
