@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tepo_megatron.actor.rotary import PACKED
 from tepo_megatron.base.hardware import LEAST_OFFLOADED
 from tepo_megatron.dist.platform import memory
-from tepo_megatron.dist.platform.host_memory import HostArena, HostPiece, HostStacks
+from tepo_megatron.dist.platform.memory import HostArena, HostPiece, HostStacks
 
 Part = Literal["gradients", "optimizer", "parameters"]
 PARTS: tuple[Part, ...] = ("gradients", "optimizer", "parameters")

@@ -21,8 +21,7 @@ from tepo_megatron.data import (
     tokenizer_digests,
 )
 from tepo_megatron.engines.engine import RolloutEngine
-from tepo_megatron.engines.engines import beginning, build_engine, first_server_device, launch_of
-from tepo_megatron.engines.model_checks import replayed_routing
+from tepo_megatron.engines.engines import beginning, build_engine, first_server_device, launch_of, replayed_routing
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.run_evaluations import BenchmarkRuns, Evaluations
 from tepo_megatron.monitor.metrics_server import KEY_FILE, serve_metrics

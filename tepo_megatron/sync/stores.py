@@ -22,7 +22,7 @@ from tepo_megatron.base.storage import replacing
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.dist.objects import broadcast_object
 from tepo_megatron.dist.parallel import ParallelDims
-from tepo_megatron.dist.platform.host_memory import HostArena
+from tepo_megatron.dist.platform.memory import HostArena
 from tepo_megatron.sync.buckets import BucketPlan
 from tepo_megatron.wire.bucket_format import Bucket, Source, crc32, pack
 from tepo_megatron.wire.ipc import IpcBuffer, export_buffer

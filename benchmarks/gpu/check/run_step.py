@@ -29,10 +29,9 @@ from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config.io import load_config
 from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of
-from tepo_megatron.doctor.plan.gpus import GIB
+from tepo_megatron.doctor.plan.inputs import GIB, Workload
 from tepo_megatron.doctor.plan.memory import TrainerMemory
 from tepo_megatron.doctor.plan.roofline import Predictor
-from tepo_megatron.doctor.plan.workload import Workload
 from tepo_megatron.models.operations import forward_operations
 
 TIMED_STEPS = 2

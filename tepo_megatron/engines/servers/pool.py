@@ -1,6 +1,6 @@
 """The servers of a fleet as one pool: start and end them, keep them running, and know which of them serve its weights.
 
-Everything that concerns servers runs in the event loop of the pool. `routing.py` (sampling), `updates.py` (weights) and
+Everything that concerns servers runs in the event loop of the pool. `fleet.py` (sampling), `updates.py` (weights) and
 `fleet.py` (the rest of an engine) share one pool.
 """
 

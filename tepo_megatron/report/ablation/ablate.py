@@ -13,8 +13,8 @@ from tepo_megatron.base.errors import ConfigError, RunStopped, TepoError, escape
 from tepo_megatron.base.processes import handlers_restored
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
+from tepo_megatron.evaluation.results import NOTHING, ResultTable
 from tepo_megatron.evaluation.statistics import MIN_SEEDS, NORMAL_95, Estimate
-from tepo_megatron.evaluation.tables import NOTHING, ResultTable
 from tepo_megatron.report.ablation.plan import AblationPlan, read_plan
 from tepo_megatron.report.ablation.results import SHARE_OF_BEST, WINDOW, MethodRow, RunOutcome, rows
 

@@ -32,9 +32,17 @@ from tepo_megatron.engines.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.servers import slot
 from tepo_megatron.engines.servers.fleet import Fleet
-from tepo_megatron.engines.servers.local import LocalServer
-from tepo_megatron.engines.servers.rendezvous import ADDRESS_FILE, RunAddress, create, read_address, write_address
-from tepo_megatron.engines.servers.server_key import KEY_FILE, KEY_VARIABLE, make_key
+from tepo_megatron.engines.servers.rendezvous import (
+    ADDRESS_FILE,
+    KEY_FILE,
+    KEY_VARIABLE,
+    RunAddress,
+    create,
+    make_key,
+    read_address,
+    write_address,
+)
+from tepo_megatron.engines.servers.server import LocalServer
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
 from tests.unit.rollout.test_sleep import released
