@@ -15,7 +15,7 @@ from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.monitor.metrics import BINS, Pair
-from tepo_megatron.ops.segments import Segments
+from tepo_megatron.ops.context_parallel import Segments
 
 
 @dataclass(frozen=True)

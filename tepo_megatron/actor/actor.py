@@ -34,8 +34,8 @@ from tepo_megatron.models.families import Family, find_family, read_config
 from tepo_megatron.models.gather import Binding, bind, export_hf, load_hf
 from tepo_megatron.models.hf_io import HfReader
 from tepo_megatron.models.ops import Architecture
+from tepo_megatron.ops.context_parallel import Segments
 from tepo_megatron.ops.planning import Plan, another_plan
-from tepo_megatron.ops.segments import Segments
 
 UPDATE = "an update"
 

@@ -8,14 +8,13 @@ from torch import Tensor
 from tepo_megatron.base.types import Denominators, PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.config import TrainingConfig
 from tepo_megatron.dist.parallel import ParallelDims
-from tepo_megatron.losses.inputs import LossInputs
+from tepo_megatron.losses.objective import LossInputs
 from tepo_megatron.losses.weighting import BatchStatistics, TokenWeights
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.packing import pack
+from tepo_megatron.ops.context_parallel import Segments
+from tepo_megatron.ops.packing import LEAST_SAVED, PrefixGroups, pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches
-from tepo_megatron.ops.segments import Segments
-from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 
 
 class Packer:

@@ -42,7 +42,7 @@ def compare(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def audit(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`."""
-    from tepo_megatron.report.audit.command import print_audit
+    from tepo_megatron.report.audit.tables import print_audit
 
     return print_audit(args.run_dir, args.step, args.token)
 

@@ -115,8 +115,7 @@ def preflight(cfg: Config, lengths: Mapping[str, int] | None = None) -> None:
     )
     from tepo_megatron.engines.servers.environment import check_cache
     from tepo_megatron.evaluation.problems import check_sources
-    from tepo_megatron.models.families import find_family, read_config
-    from tepo_megatron.models.families.tokens import check_tokenizer
+    from tepo_megatron.models.families import check_tokenizer, find_family, read_config
     from tepo_megatron.models.fit import check_positions
     from tepo_megatron.models.hf_io import HfReader
     from tepo_megatron.rewards.build import check_reward

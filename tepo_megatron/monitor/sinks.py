@@ -23,7 +23,7 @@ from tepo_megatron.config import LoggingConfig
 from tepo_megatron.monitor.alerts import AlertWatch, key_of
 from tepo_megatron.monitor.log_file import LogFile, append_line, open_for_appending
 from tepo_megatron.monitor.run_dir import lock
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 
 METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"

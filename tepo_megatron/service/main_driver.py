@@ -20,7 +20,7 @@ from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.losses import build_objective
 from tepo_megatron.monitor.run_dir import rename_outcome
 from tepo_megatron.monitor.sinks import RunLog
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rollout import decisions, record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay

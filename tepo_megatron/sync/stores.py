@@ -197,7 +197,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
-    """Write tensors to a safetensors file, which `wire/receiver/weight_files.py` reads."""
+    """Write tensors to a safetensors file, which `wire/receiver/receiver.py` reads."""
     header = {"format": "pt"}
     if checksums:
         header["crc32"] = json.dumps(checksums)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tepo_megatron.dist.parallel import world_store
 from tepo_megatron.monitor.hang_watchdog import HangWatchdog, progress
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill

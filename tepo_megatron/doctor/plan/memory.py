@@ -289,7 +289,7 @@ def states(
 def host_bytes(cfg: Config, model: PlannedModel, response: int | None = None) -> dict[str, float]:
     """Return the host memory for copies of the ranks' state, by component, on the machine of ranks that needs most.
 
-    All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.
+    All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `base/hardware.py` computes.
 
     Args:
         response: Mean tokens of a response. None: rollout.max_response_tokens.

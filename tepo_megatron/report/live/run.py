@@ -15,8 +15,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.monitor.sinks import METRICS_FILE
 from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
-from tepo_megatron.report.curves import BUCKETS, Curves
-from tepo_megatron.report.figures import NOTHING, table
+from tepo_megatron.report.curves import BUCKETS, NOTHING, Curves, table
 from tepo_megatron.report.panels import sections, time_shares
 from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
 

@@ -26,7 +26,7 @@ from typing import Any
 from aiohttp import web
 
 from tepo_megatron.base.errors import ConfigError, TepoError, excerpt
-from tepo_megatron.report.audit.command import audit_lines
+from tepo_megatron.report.audit.tables import audit_lines
 from tepo_megatron.report.live.run import LiveRun, compared
 from tepo_megatron.report.live.samples import ORDERS, SampleReader
 

@@ -27,7 +27,7 @@ from tepo_megatron.monitor import hang_watchdog
 from tepo_megatron.monitor.metrics import Metrics
 from tepo_megatron.monitor.run_dir import rename_outcome
 from tepo_megatron.monitor.sinks import Column, RunLog
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.service.batch_memory import BatchMemory
 from tepo_megatron.trainer.batch_receiver import BatchReceiver
 from tepo_megatron.trainer.sft.conversations import Demonstration, load_all

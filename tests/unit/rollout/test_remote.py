@@ -354,7 +354,7 @@ def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.Mo
 
 
 def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.wire.receiver.vllm_auth import API_KEY_VARIABLE, RequireKey
+    from tepo_megatron.wire.receiver.vllm_middleware import API_KEY_VARIABLE, RequireKey
 
     for key in (None, ""):
         monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
