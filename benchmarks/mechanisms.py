@@ -30,13 +30,13 @@ from benchmarks._chain_task import ChainTask, Responses, SeedAdam, all_prompts, 
 from benchmarks._predictions import PREDICTIONS, Runs, judge
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.base.types import Denominators, TokenStats
+from tepo_megatron.evaluation.results import NOTHING
 from tepo_megatron.evaluation.statistics import standard_error, student_95
-from tepo_megatron.evaluation.tables import NOTHING
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.advantages import ADVANTAGES
-from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS
-from tepo_megatron.ops.segments import Segments
+from tepo_megatron.losses.objective import LossInputs
+from tepo_megatron.ops.context_parallel import Segments
 
 OUT = ROOT / "benchmarks/results/mechanisms.json"
 SEEDS = tuple(range(8))

@@ -1,20 +1,19 @@
 """Compare the predictions of `tepo plan` with runs that others published: `python -m benchmarks.plan`.
 
-All rows use one set of assumptions (`tepo_megatron/doctor/plan/gpus.py`). `note` says what a source leaves out.
+All rows use one set of assumptions (`tepo_megatron/doctor/plan/inputs.py`). `note` says what a source leaves out.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.doctor.plan.activations import Recompute
 from tepo_megatron.doctor.plan.command import read_model
-from tepo_megatron.doctor.plan.memory_parts import PlannedModel
+from tepo_megatron.doctor.plan.inputs import PlannedModel, Workload
 from tepo_megatron.doctor.plan.roofline import Predictor
-from tepo_megatron.doctor.plan.workload import Workload
 
 DGXC = "NVIDIA/dgxc-benchmarking, llama3.1/README_{}.md, commit 143b90d"
 BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, commit 00b7660"

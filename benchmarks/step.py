@@ -99,7 +99,7 @@ class OurStep:
 
     def __call__(self) -> Updates:
         """Run one step as `train.py` does; return (loss, gradient norm) of each update."""
-        from tepo_megatron.actor.comparisons import mismatch
+        from tepo_megatron.actor.accumulator import mismatch
         from tepo_megatron.base.types import TrainBatch
         from tepo_megatron.losses.advantages import group_advantages
         from tepo_megatron.trainer.step_log import StepLog

@@ -19,8 +19,7 @@ from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster, this_machine
 from launch.snapshot import CodeVersion
-from tepo_megatron.base.errors import ConfigError, TepoError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, TepoError, escaped
 from tepo_megatron.base.save_requests import SAVE, ask
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml

@@ -17,10 +17,9 @@ from pathlib import Path
 from launch import snapshot
 from launch.snapshot import CodeVersion
 from tepo_megatron.base import records
-from tepo_megatron.base.atomic import replace_file
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.base.run_lock import RunLock
+from tepo_megatron.base.storage import replace_file
 
 _RECORD, _CONFIG, _CODE, PACKAGES = "job.json", "config.yaml", "code.json", "packages.json"
 _RANKS_SHOWN = 4  # logs of ranks that are printed without --rank

@@ -20,8 +20,7 @@ from launch import checks, command_line, snapshot
 from launch.command_line import LaunchCall
 from launch.profile import load_cluster
 from launch.snapshot import SOURCE
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, escaped
 
 _PYTHON, _HOME = ".venv-launch/bin/python", ".launch"  # in the folder on the login node
 _ASKING = ("status", "logs", "cancel", "attach", "save")

@@ -11,8 +11,8 @@ from torch import Tensor
 from tepo_megatron.base.types import Denominators, LossOutput, TokenStats
 from tepo_megatron.config.objective import PARTS, read_part, variants
 from tepo_megatron.losses import Objective
-from tepo_megatron.losses.inputs import LossInputs
-from tepo_megatron.ops.segments import Segments
+from tepo_megatron.losses.objective import LossInputs
+from tepo_megatron.ops.context_parallel import Segments
 from tepo_megatron.report.audit.reference import FIELDS, Formula, Outcome
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected, fair_cases, gradient
 

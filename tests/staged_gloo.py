@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tepo_megatron.dist.platform import Platform, PlatformName, activate, gloo
+from tepo_megatron.dist.platform import Platform, PlatformName, activate, cpu
 
 VARIABLE = "TEPO_STAGED_GLOO"
 Staged = Callable[[Tensor], bool]
@@ -87,8 +87,8 @@ def activate_staged(name: PlatformName) -> Platform:
     platform = activate(name)
     os.environ["LOCAL_RANK"] = "0"
     redirect(off_host)
-    gloo.add_uneven_collectives()
-    gloo.shorten_groups_of_one()
+    cpu.add_uneven_collectives()
+    cpu.shorten_groups_of_one()
     return replace(platform, backend="gloo")
 
 

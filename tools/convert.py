@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from tepo_megatron.checkpoint.convert.places import hf_directory
+    from tepo_megatron.checkpoint.convert.directories import hf_directory
 
     source = hf_directory(args.hf)
     _start_streaming()
@@ -65,7 +65,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from tepo_megatron.checkpoint.convert.places import hf_directory, megatron_directory
+    from tepo_megatron.checkpoint.convert.directories import hf_directory, megatron_directory
 
     checkpoint = megatron_directory(args.megatron)
     base = hf_directory(args.hf) if args.hf else None
@@ -81,7 +81,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from tepo_megatron.checkpoint.convert.places import hf_directory, megatron_directory
+    from tepo_megatron.checkpoint.convert.directories import hf_directory, megatron_directory
 
     source, checkpoint = hf_directory(args.hf), megatron_directory(args.megatron)
     _start()
@@ -104,7 +104,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from tepo_megatron.checkpoint.convert.inspecting import inspect
+    from tepo_megatron.checkpoint.convert.dist_reader import inspect
 
     print("\n".join(inspect(args.directory).lines(args.tensors)))
     return 0
@@ -112,7 +112,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _start() -> None:
     """Activate Megatron-Core on the CPU, even if the machine has a GPU."""
-    from tepo_megatron.base.quiet import quiet_upstream
+    from tepo_megatron.base.processes import quiet_upstream
     from tepo_megatron.dist.platform import activate
 
     quiet_upstream()

@@ -23,10 +23,10 @@ from tepo_megatron.data import PromptStream
 from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.servers.endpoint import Endpoint
 from tepo_megatron.engines.servers.fleet import Fleet
-from tepo_megatron.engines.servers.remote import NamedServer
-from tepo_megatron.engines.servers.server_key import KEY_VARIABLE
+from tepo_megatron.engines.servers.rendezvous import KEY_VARIABLE
+from tepo_megatron.engines.servers.server import NamedServer
 from tepo_megatron.engines.vllm import VllmApi
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rewards.build import build_reward
 from tepo_megatron.rewards.terms import WeightedReward
 from tepo_megatron.rollout.collector import Collector

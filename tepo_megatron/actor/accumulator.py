@@ -1,4 +1,7 @@
-"""Accumulate the metrics of an update over its microbatches, then over ranks."""
+"""Accumulate the metrics of an update over its microbatches, then over ranks, and compare a batch's policies.
+
+The comparisons are of the old policy's log-probs with the engine's and with the reference policy's.
+"""
 
 from dataclasses import dataclass
 
@@ -6,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.actor.masks import TRUNCATION_METRICS, mask_counts
+from tepo_megatron.actor.output_stats import TRUNCATION_METRICS, mask_counts
 from tepo_megatron.base.types import LossOutput, PackedMicrobatch, SamplingMask, TokenStats, TrainBatch
 from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
+from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.monitor.metrics import BINS, Pair
-from tepo_megatron.ops.segments import Segments
+from tepo_megatron.ops.context_parallel import Segments
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,27 @@ class UpdateAccumulator:
         metrics = {name: (n, d) for name, (n, d) in zip(names, values, strict=True)}
         histograms = dict(zip(HISTOGRAMS, counts.view(-1, BINS).long(), strict=True))
         return UpdateResult(metrics, histograms, ratio_B, self._knows_entropy_change)
+
+
+def mismatch(batch: TrainBatch, groups: ParallelDims) -> dict[str, float]:
+    """Return the mismatch between the engine's log-probs and the actor's, and the actor's entropy, the same on every rank.
+
+    Keys: `rollout/logprob_diff_mean`, `rollout/logprob_diff_max` (nats) and `actor/entropy` (nats per response token).
+    Collectives: one broadcast over pp.
+    """
+    assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
+    diff_N = (batch.rollout_logprobs_N.to(groups.device) - batch.old_logprobs_N).abs()
+    values = torch.stack((diff_N.mean(), diff_N.max(), batch.old_entropies_N.mean())).double()
+    mean, largest, entropy = groups.broadcast_from_last_stage(values).tolist()
+    return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest, "actor/entropy": entropy}
+
+
+def reference_divergence(batch: TrainBatch, estimator: str, groups: ParallelDims) -> Tensor:
+    """Return KL(old, reference) summed over each response: [B] fp64 nats on the host. Collectives: one broadcast over pp."""
+    divergence_B = torch.zeros(len(batch), dtype=torch.float64, device=groups.device)
+    if groups.is_last_stage:
+        assert batch.old_logprobs_N is not None and batch.ref_logprobs_N is not None, "attach both log-probs first"
+        x_N = batch.old_logprobs_N - batch.ref_logprobs_N
+        kl_N = ESTIMATORS[estimator](x_N, torch.zeros_like(x_N)).double()  # the old policy is the one that is measured
+        divergence_B.index_add_(0, batch.sequence_N(kl_N.device), kl_N)
+    return groups.broadcast_from_last_stage(divergence_B).cpu()

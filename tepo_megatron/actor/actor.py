@@ -14,15 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from tepo_megatron.actor import build
-from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult
-from tepo_megatron.actor.activations import HostActivations
-from tepo_megatron.actor.comparisons import mismatch
+from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult, mismatch
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
-from tepo_megatron.actor.masks import MaskSource, device_mask, truncation_of
-from tepo_megatron.actor.minibatch import MinibatchInputs
-from tepo_megatron.actor.offload import PARTS, Offloader, Part
-from tepo_megatron.actor.output_stats import OutputRows, OutputStats, Visit
-from tepo_megatron.actor.packer import Packer
+from tepo_megatron.actor.minibatch import MinibatchInputs, Packer
+from tepo_megatron.actor.offload import PARTS, HostActivations, Offloader, Part
+from tepo_megatron.actor.output_stats import MaskSource, OutputRows, OutputStats, Visit, device_mask, truncation_of
 from tepo_megatron.actor.pipeline import ExpertReplay, PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.recorder import TokenRecorder
@@ -38,8 +34,8 @@ from tepo_megatron.models.families import Family, find_family, read_config
 from tepo_megatron.models.gather import Binding, bind, export_hf, load_hf
 from tepo_megatron.models.hf_io import HfReader
 from tepo_megatron.models.ops import Architecture
+from tepo_megatron.ops.context_parallel import Segments
 from tepo_megatron.ops.planning import Plan, another_plan
-from tepo_megatron.ops.segments import Segments
 
 UPDATE = "an update"
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.kernels import KernelChoice, LinearChoice
-from tepo_megatron.actor.linear_attention import GatedDeltaNet, GatedDeltaNetSubmodules
-from tepo_megatron.actor.linear_kernels import LinearKernels
+from tepo_megatron.actor.linear_attention import GatedDeltaNet, GatedDeltaNetSubmodules, LinearKernels
 from tepo_megatron.models.ops import Architecture
 from tepo_megatron.ops.output_layer import add_product
 

@@ -18,8 +18,7 @@ from tepo_megatron.base.tensor_files import write_tensors
 from tepo_megatron.base.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.dist.parallel import ParallelDims
-from tepo_megatron.losses.inputs import LossInputs
-from tepo_megatron.losses.objective import Objective
+from tepo_megatron.losses.objective import LossInputs, Objective
 from tepo_megatron.losses.weighting import BatchStatistics
 from tepo_megatron.monitor.run_dir import audit_folder
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.base.types import PackedMicrobatch, TrainBatch
-from tepo_megatron.dist.platform.host_memory import HostArena
+from tepo_megatron.dist.platform.memory import HostArena
 from tepo_megatron.ops.planning import Plan
 from tepo_megatron.ops.token_statistics.teacher import TeacherRows
 

@@ -23,9 +23,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import excerpt
 from tepo_megatron.base.loop import time_limit
-from tepo_megatron.base.open_files import open_file_limit
+from tepo_megatron.base.processes import open_file_limit
 
 # Limit since the request: a busy event loop that opens thousands of connections takes seconds; then `no connection within`
 CONNECT_SECONDS = 60.0

@@ -1,16 +1,20 @@
-"""Process control that lets no process outlive its owner or its time limit (Linux).
+"""Process control that lets no process outlive its owner or its time limit (Linux), and the settings of a process.
 
-This module imports nothing heavy, because workers and guards start with it.
+These are the limit on open files, the proxy that clients of servers on this machine must not use, and the warnings of other
+packages. This module imports nothing heavy, because workers and guards start with it.
 """
 
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,3 +129,52 @@ def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+WANTED = 65_536  # as vLLM and SGLang ask for; programs that close all possible files are slow under much higher limits
+SPARE_FILES = 64  # for whatever else a process opens while requests are in flight
+
+
+def open_file_limit() -> int:
+    """Return the soft limit; sys.maxsize if there is none."""
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def raise_open_file_limit(wanted: int = WANTED) -> int:
+    """Raise the soft limit to `wanted`, or to the hard limit if that is lower. Children of this process inherit it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if open_file_limit() < (possible := min(_number(hard), wanted)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    return open_file_limit()
+
+
+def _number(limit: int) -> int:
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+_VARIABLES = "NO_PROXY", "no_proxy"  # clients differ in which one they prefer
+_HOSTS = "127.0.0.1", "localhost", "::1"
+
+
+def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which clients reach the loopback interface directly."""
+    exempt = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",") if host.strip()]
+    hosts = ["*"] if "*" in exempt else dict.fromkeys([*exempt, *_HOSTS])  # clients know "*" only if it is alone
+    return dict.fromkeys(_VARIABLES, ",".join(hosts))
+
+
+def quiet_upstream() -> None:
+    """Silence these warnings in this process."""
+    for category, message in (
+        # Megatron-Core calls collectives by names that torch 2.13 deprecated
+        (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
+        # Megatron-Core reads .grad of the distributed optimizer's shards, which are views
+        (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),
+        # Megatron-Core warns of its own default for CUDA graphs, which are off
+        (UserWarning, r"full scope is deprecated"),
+        # Megatron-Core compares the CPU and CUDA generator states, which are the same on the CPU
+        (UserWarning, r"CPU RNG state changed within GPU RNG context"),
+        # matplotlib draws a box for a letter of the run's name that its font lacks
+        (UserWarning, r"Glyph \d+ .* missing from font"),
+    ):
+        warnings.filterwarnings("ignore", message=message, category=category)

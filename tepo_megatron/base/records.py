@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import excerpt
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 5  # faults reported individually

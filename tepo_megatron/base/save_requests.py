@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tepo_megatron.base.atomic import replace_file
+from tepo_megatron.base.storage import replace_file
 
 SAVE, STOP, STOPPED, TRACE, TRACED = "save.request", "stop.request", "stop.done", "trace.request", "trace.done"
 FILES = (SAVE, STOP, STOPPED, TRACE, TRACED)

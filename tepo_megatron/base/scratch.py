@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import ConfigError
+from tepo_megatron.base.storage import replace_file
 
 SHORT = Path("/tmp")  # the parent of folders with sockets where TMPDIR is too long
 WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through which the ranks of a launch connect

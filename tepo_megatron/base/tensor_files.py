@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tepo_megatron.base.atomic import PARTIAL, replacing
-from tepo_megatron.base.storage import writing
+from tepo_megatron.base.storage import PARTIAL, replacing, writing
 
 _SUM = "crc32"
 # Everything that a file which is no such file, or whose content is wrong, raises while it is read and taken apart.

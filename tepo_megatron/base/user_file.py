@@ -12,7 +12,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.loopback import without_proxy
+from tepo_megatron.base.processes import without_proxy
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tepo_megatron.base.errors import CheckpointError
 from tepo_megatron.base.restricted_pickle import MetadataReader
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, rng_state
-from tepo_megatron.checkpoint.files import FileChecksum, check, read_manifest, shares
+from tepo_megatron.checkpoint.folder import FileChecksum, check, read_manifest, shares
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.checkpoint.state import ShardSlice, loaded_slices
 from tepo_megatron.checkpoint.tensors import chunk

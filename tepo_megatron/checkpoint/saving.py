@@ -27,7 +27,7 @@ from tepo_megatron.base.run_lock import FolderIdentity
 from tepo_megatron.base.storage import disk_fault
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import rng_state
-from tepo_megatron.checkpoint.files import FileChecksum, files_below, read_sum, write, write_manifest
+from tepo_megatron.checkpoint.folder import FileChecksum, files_below, read_sum, write, write_manifest
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import SavePlanner, Stored, create_folder, pickled, write_items, write_metadata
 from tepo_megatron.dist.objects import broadcast_object, gather_object

@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tepo_megatron.base.errors import CheckpointError
 from tepo_megatron.base.restricted_pickle import METADATA
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint.files import ChecksummedFile, FileChecksum, write
+from tepo_megatron.checkpoint.folder import ChecksummedFile, FileChecksum, write
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.dist.objects import broadcast_object, gather_object
-from tepo_megatron.dist.platform.host_memory import HostArena
+from tepo_megatron.dist.platform.memory import HostArena
 
 Stored = dict[MetadataIndex, _StorageInfo]
 

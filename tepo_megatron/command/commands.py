@@ -7,8 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.monitor import run_dir
 
 if TYPE_CHECKING:
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo doctor CONFIG [--quick] [--key value ...]`."""
     from tepo_megatron.command.launcher import launch
-    from tepo_megatron.command.preflight import preflight
-    from tepo_megatron.command.start import start
+    from tepo_megatron.command.start import preflight, start
     from tepo_megatron.config.io import load_config
     from tepo_megatron.doctor.examine import examine, print_findings
 
@@ -28,8 +26,7 @@ def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo ablate FILE [--key value ...]`."""
-    from tepo_megatron.command.preflight import preflight
-    from tepo_megatron.command.start import start
+    from tepo_megatron.command.start import preflight, start
     from tepo_megatron.report.ablation.ablate import ablate
 
     return ablate(args.file, overrides, preflight, start)
@@ -45,7 +42,7 @@ def compare(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def audit(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`."""
-    from tepo_megatron.report.audit.command import print_audit
+    from tepo_megatron.report.audit.tables import print_audit
 
     return print_audit(args.run_dir, args.step, args.token)
 
@@ -117,8 +114,7 @@ def watch(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def train(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo train CONFIG [--watch] [--nnodes N ...] [--key value ...]`."""
-    from tepo_megatron.command.preflight import preflight
-    from tepo_megatron.command.start import start
+    from tepo_megatron.command.start import preflight, start
     from tepo_megatron.config.io import load_with_sources
 
     cfg, layers = load_with_sources(args.config, overrides)
@@ -141,7 +137,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def resume(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo resume RUN_DIR [--watch] [--nnodes N ...] [--key value ...]`."""
-    from tepo_megatron.command.resume import announcement, config_of, words_of
+    from tepo_megatron.command.start import announcement, config_of, words_of
     from tepo_megatron.config.io import load_config
     from tepo_megatron.trainer.sft.settings import is_supervised
 
@@ -156,9 +152,20 @@ def resume(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def sft(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo sft CONFIG [--nnodes N ...] [--key value ...]`."""
-    from tepo_megatron.command.sft import sft
+    from tepo_megatron.command.start import preflight, start
+    from tepo_megatron.config.io import with_overrides
+    from tepo_megatron.data.sources import check_readable
+    from tepo_megatron.trainer.sft.settings import read_tree
 
-    return sft(args.config, overrides, _nodes(args), lambda text: print(escaped(text), flush=True))
+    nodes = _nodes(args)
+    cfg = with_overrides(read_tree(args.config, overrides), [], args.config)
+    if nodes.is_first:
+        for source in filter(None, (cfg.sft.data, cfg.sft.eval)):
+            check_readable(source)
+        preflight(cfg, {"sft.max_tokens": cfg.sft.max_tokens})
+    start(cfg, worker="tepo_megatron.trainer.sft.worker", nodes=nodes)
+    print(escaped(f"fine-tuned model: {cfg.run_dir / 'hf'}" if cfg.export_hf else f"finished: {cfg.run_dir}"), flush=True)
+    return 0
 
 
 def _nodes(args: argparse.Namespace) -> "Nodes":
@@ -170,8 +177,7 @@ def _nodes(args: argparse.Namespace) -> "Nodes":
 def serve(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`."""
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.engines.engines import launch_of
-    from tepo_megatron.engines.model_checks import check_experts
+    from tepo_megatron.engines.engines import check_experts, launch_of
     from tepo_megatron.engines.servers.serve import serve
     from tepo_megatron.models.hf_io import HfReader
 

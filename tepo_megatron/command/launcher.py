@@ -11,16 +11,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tepo_megatron.base.errors import RunStopped, TepoError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import RunStopped, TepoError, escaped
 from tepo_megatron.base.memory_kills import MemoryKills, cpu_threads, usable_cores
 from tepo_megatron.base.processes import ATTEMPT, LAUNCHER, RANK_THREADS
 from tepo_megatron.base.save_requests import STOP, ask
 from tepo_megatron.base.scratch import WORLD_FOLDER, make_private_folder
 from tepo_megatron.base.storage import writing
 from tepo_megatron.command.nodes import ONE_MACHINE, Nodes
-from tepo_megatron.command.ranks import RankProcesses, RestartPolicy, first_failure, interrupted_by_signals
-from tepo_megatron.command.service_process import SERVICE, ServiceProcess
+from tepo_megatron.command.ranks import (
+    SERVICE,
+    RankProcesses,
+    RestartPolicy,
+    ServiceProcess,
+    first_failure,
+    interrupted_by_signals,
+)
 from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.monitor.run_dir import rename_hang

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tepo_megatron import __version__
-from tepo_megatron.base.errors import ConfigError, RunStopped, TepoError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import ConfigError, RunStopped, TepoError, escaped
 from tepo_megatron.base.scratch import home
 from tepo_megatron.command import commands
 from tepo_megatron.monitor import run_dir

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.base.errors import ConfigError, DataError
-from tepo_megatron.command.preflight import preflight
-from tepo_megatron.command.start import start
+from tepo_megatron.command.start import preflight, start
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, parse_overrides, plain, resolved_today, set_key, validate
 from tepo_megatron.models.hf_io import HfReader, bitwise_equal

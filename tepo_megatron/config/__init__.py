@@ -5,7 +5,6 @@ heads?), and `losses/` what depends on the table of objectives; both before any 
 """
 
 from tepo_megatron.config.data import SLICE, DataConfig, DataSet
-from tepo_megatron.config.judge import JudgeTermConfig
 from tepo_megatron.config.megatron import MegatronConfig
 from tepo_megatron.config.model import ModelConfig, ParallelConfig, Precision
 from tepo_megatron.config.objective import ObjectiveConfig
@@ -15,6 +14,7 @@ from tepo_megatron.config.reward import (
     CustomTermConfig,
     FormatTermConfig,
     HttpTermConfig,
+    JudgeTermConfig,
     LengthTermConfig,
     RewardConfig,
     RewardTerm,
@@ -22,7 +22,6 @@ from tepo_megatron.config.reward import (
 from tepo_megatron.config.rollout import DYNAMIC_SAMPLING_ROUNDS, LimitsConfig, RolloutConfig
 from tepo_megatron.config.run import Config
 from tepo_megatron.config.server import AnyServer, AnyServerConfig, RendezvousServerConfig, ServerConfig, UrlServerConfig
-from tepo_megatron.config.sft import SftConfig
 from tepo_megatron.config.sync import (
     AnyTransportConfig,
     GroupTransportConfig,
@@ -30,7 +29,7 @@ from tepo_megatron.config.sync import (
     ShmTransportConfig,
     SyncConfig,
 )
-from tepo_megatron.config.training import OptimizerConfig, TrainingConfig
+from tepo_megatron.config.training import OptimizerConfig, SftConfig, TrainingConfig
 from tepo_megatron.config.upkeep import PAPER_TOKENS, Benchmark, CheckpointConfig, EvaluationConfig, LoggingConfig
 
 __all__ = [

@@ -82,7 +82,7 @@ class RolloutConfig:
     stop_token_ids: list[NonNegative] = Field(default_factory=list)
     # Make the actor use the experts that the engine's routers chose for each token, in every pass except those of the reference
     # policy, so that its log-probs are those of the network that sampled. Engines and models that cannot return the choice are
-    # refused (`engines/model_checks.py`).
+    # refused (`engines/engines.py`).
     replay_experts: bool = False
     # Drop groups whose responses are all right or all wrong (by the score before shaping).
     filter_uniform_groups: bool = True

@@ -14,9 +14,8 @@ from tepo_megatron.config.model import ModelConfig, ParallelConfig, check_attent
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, check_batch, check_stream
-from tepo_megatron.config.sft import SftConfig
 from tepo_megatron.config.sync import SyncConfig, check_quantize, check_transport
-from tepo_megatron.config.training import OptimizerConfig, TrainingConfig, check_recompute, check_sequence
+from tepo_megatron.config.training import OptimizerConfig, SftConfig, TrainingConfig, check_recompute, check_sequence
 from tepo_megatron.config.upkeep import CheckpointConfig, EvaluationConfig, LoggingConfig, check_checkpoint, check_evaluation
 
 

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config, without_nulls
+from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config, join_seconds, without_nulls
 from tepo_megatron.config.model import ModelConfig, ParallelConfig
-from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.config.rollout import RolloutConfig
 
 

@@ -1,8 +1,7 @@
 """Datasets: read prompts from the common row schemas, stream them to the rollouts, and load the tokenizer."""
 
-from tepo_megatron.data.mixture import Data, load_data
 from tepo_megatron.data.prompts import LoadedPrompts, load_prompts
-from tepo_megatron.data.stream import PromptStream
+from tepo_megatron.data.stream import Data, PromptStream, load_data
 from tepo_megatron.data.tokenizer import (
     decoder_file,
     load_tokenizer,

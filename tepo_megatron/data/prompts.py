@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.base.types import Prompt
 from tepo_megatron.config import DataConfig, DataSet
-from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import Row, RowReader
+from tepo_megatron.data.rendering import Encoder
 from tepo_megatron.data.report import DatasetReport, RowFaults, shorten
 from tepo_megatron.data.schemas import (
     Messages,

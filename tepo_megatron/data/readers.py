@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from tepo_megatron.base.errors import DataError
-from tepo_megatron.base.file_kinds import SNIFFED_BYTES, foreign_kind
+from tepo_megatron.base.foreign_files import SNIFFED_BYTES, foreign_kind
 
 Row = dict[str, Any]
 _GZIP = b"\x1f\x8b"

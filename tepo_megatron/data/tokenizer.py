@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import CheckpointError, ConfigError, DataError
+from tepo_megatron.base.foreign_files import eos_token_ids
 from tepo_megatron.base.scratch import PrivateFolder
-from tepo_megatron.base.stop_tokens import eos_token_ids
+from tepo_megatron.base.storage import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

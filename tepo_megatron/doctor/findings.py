@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tepo_megatron.base.errors import TepoError
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import TepoError, escaped
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 

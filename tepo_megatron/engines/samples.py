@@ -9,8 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from tepo_megatron.base.errors import RolloutError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import RolloutError, excerpt
 from tepo_megatron.base.exchange import CONTROL_BYTES, BadAnswer, HttpAnswer
 from tepo_megatron.base.types import MASK_TIES, Prompt, Rollout, Routing, SamplingMask, SamplingParams, no_expert
 from tepo_megatron.engines.engine_api import StaleWeights, served_label

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tepo_megatron.base.errors import ConfigError, SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
@@ -55,9 +54,15 @@ from tepo_megatron.engines.samples import (
     prompt_seed,
     require_masks,
 )
-from tepo_megatron.engines.servers.environment import devices, new_file, on_this_machine, server_threads, without_torchrun
+from tepo_megatron.engines.servers.environment import (
+    cache_tokens,
+    devices,
+    new_file,
+    on_this_machine,
+    server_threads,
+    without_torchrun,
+)
 from tepo_megatron.engines.servers.process import LOOPBACK
-from tepo_megatron.engines.servers.served_model import cache_tokens
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.wire.bucket_format import Source
 from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tepo_megatron.base.errors import SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
@@ -18,8 +17,7 @@ from tepo_megatron.engines.engine import EnginePart
 from tepo_megatron.engines.engine_api import DTYPES, Exchange, LaunchSpec, Send, ServerInfo, serialize
 from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.samples import accepted, binary_rollouts, prompt_seed
-from tepo_megatron.engines.servers.environment import devices, on_this_machine, server_threads, without_torchrun
-from tepo_megatron.engines.servers.served_model import cache_tokens
+from tepo_megatron.engines.servers.environment import cache_tokens, devices, on_this_machine, server_threads, without_torchrun
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.wire.bucket_format import Source
 

@@ -1,8 +1,8 @@
 """Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
 
 Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
-separate process. In it run, of `wire/receiver`, `vllm_plugin.py`, which loads weights, `vllm_auth.py`, which requires the key,
-and `vllm_answers.py`, which answers in binary.
+separate process. In it run, of `wire/receiver`, `vllm_plugin.py`, which loads weights, and `vllm_middleware.py`, which requires
+the key and answers in binary.
 """
 
 import base64
@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.base.errors import RolloutError, SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import RolloutError, SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import MASK_TIES, Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
@@ -52,12 +51,12 @@ from tepo_megatron.engines.servers.process import LOOPBACK
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.wire.bucket_format import Source
 from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE
-from tepo_megatron.wire.receiver.vllm_auth import API_KEY_VARIABLE
+from tepo_megatron.wire.receiver.vllm_middleware import API_KEY_VARIABLE
 
 SERVED_NAME = "policy"  # of the model
 BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
 # the last is asked first
-MIDDLEWARE = tuple(f"tepo_megatron.wire.receiver.{name}" for name in ("vllm_answers.BinaryCompletions", "vllm_auth.RequireKey"))
+MIDDLEWARE = tuple(f"tepo_megatron.wire.receiver.vllm_middleware.{name}" for name in ("BinaryCompletions", "RequireKey"))
 VLLM_LOGPROBS = 20  # most log-probs per token that vLLM returns by default
 CPU_BLOCK_TOKENS = "32"  # of the cache; the least that vLLM's attention takes
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step

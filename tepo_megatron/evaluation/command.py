@@ -16,7 +16,7 @@ from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_f
 from tepo_megatron.engines.engine import RolloutEngine
 from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.engines import build_engine
-from tepo_megatron.engines.servers.served_model import check_cache
+from tepo_megatron.engines.servers.environment import check_cache
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of, title_of
 from tepo_megatron.evaluation.folder import (
     RECORD_FILE,
@@ -27,8 +27,8 @@ from tepo_megatron.evaluation.folder import (
     samples_file,
 )
 from tepo_megatron.evaluation.problems import Problems, load_benchmarks, load_files
+from tepo_megatron.evaluation.results import figures, paper_table
 from tepo_megatron.evaluation.samples import sample_benchmark
-from tepo_megatron.evaluation.tables import figures, paper_table
 from tepo_megatron.models.families import find_family, read_config
 from tepo_megatron.models.fit import check_positions
 from tepo_megatron.monitor.run_dir import CONFIG_FILE
@@ -205,7 +205,7 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
             f"{path}: no such directory; give a Hugging Face model, a run, or a Megatron checkpoint "
             "(`hf download REPO --local-dir DIR` fetches a model)"
         )
-    from tepo_megatron.checkpoint.convert.places import megatron_directory
+    from tepo_megatron.checkpoint.convert.directories import megatron_directory
 
     checkpoint = megatron_directory(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if not (checkpoint / ".metadata").exists():
@@ -237,7 +237,7 @@ def weights_digest(folder: Path) -> str:
 
 def _convert(checkpoint: Path, out: Path) -> None:
     """Convert the checkpoint on the CPU, even if the machine has a GPU."""
-    from tepo_megatron.base.quiet import quiet_upstream
+    from tepo_megatron.base.processes import quiet_upstream
     from tepo_megatron.dist.platform import activate
 
     quiet_upstream()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.base import records
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.base.loop import LoopFuture
+from tepo_megatron.base.storage import replace_file
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams, split_samples
 from tepo_megatron.engines.engine import Sampler
 from tepo_megatron.evaluation.statistics import standard_error

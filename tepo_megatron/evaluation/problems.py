@@ -17,10 +17,10 @@ from tepo_megatron.config import PAPER_TOKENS, Config, DataConfig, DataSet, Eval
 from tepo_megatron.config.data import check_source
 from tepo_megatron.config.io import plain
 from tepo_megatron.data import load_prompts
-from tepo_megatron.data.arrow import hugging_face
-from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import JsonLines, Row, RowReader
+from tepo_megatron.data.rendering import Encoder
 from tepo_megatron.data.schemas import digits_of
+from tepo_megatron.data.sources import hugging_face
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Benchmark
 
 if TYPE_CHECKING:

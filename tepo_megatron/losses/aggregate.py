@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tepo_megatron.base.types import Denominators
-from tepo_megatron.ops.segments import Segments
+from tepo_megatron.ops.context_parallel import Segments
 
 Aggregate = Callable[[Segments, Denominators, Tensor], Tensor]
 

@@ -3,8 +3,8 @@
 loss = -sum_R a * ( c * lambda * surrogate(ratio, A) - rho * |l - l_old| - beta * M * KL(old) - b * KL(ref) + alpha * H )
 
 The sum runs over response rows. a: weight of the row in the mean (aggregate.py); c: correction of the rollout/train mismatch;
-lambda, rho: weight and penalty of the weighting; A: advantage; l: log-prob; M: KL mask; b: ref_kl.beta; H: entropy;
-alpha: entropy_coefficient.
+lambda, rho: weight and penalty of the weighting; A: advantage; l: log-prob; M: KL mask; b: ref_kl.beta; H: entropy; alpha:
+entropy_coefficient.
 """
 
 import dataclasses
@@ -16,17 +16,33 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.types import LossOutput, TokenStats
+from tepo_megatron.base.types import Denominators, LossOutput, TokenStats
 from tepo_megatron.config.objective import ObjectiveParts
 from tepo_megatron.losses import contradictions, diagnostics
 from tepo_megatron.losses.advantages import ADVANTAGES, PER_TERM
 from tepo_megatron.losses.aggregate import AGGREGATES
-from tepo_megatron.losses.correction import CORRECTIONS
-from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS, FULL_VOCABULARY, MASKS
-from tepo_megatron.losses.ratio import RATIOS
+from tepo_megatron.losses.ratio import CORRECTIONS, RATIOS
 from tepo_megatron.losses.surrogate import LOG_RATIO_BOUNDS, SURROGATES, ClipBounds
-from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens
+from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens, TokenWeights
+from tepo_megatron.ops.context_parallel import Segments
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The inputs for the response rows (_R) of one microbatch."""
+
+    advantage_R: Tensor  # advantage, constant over each sequence
+    old_logprob_R: Tensor  # nats, log-probs under the actor's weights at the start of the rollout batch
+    old_entropy_R: Tensor  # nats, entropies under the same weights
+    rollout_logprob_R: Tensor  # nats, log-probs that the inference engine reported
+    segments: Segments  # the sequence of each row, and sums over sequences
+    group_tokens_R: Tensor  # response tokens that the minibatch has of the row's prompt, at least 1
+    whole: Denominators  # counts of the whole minibatch, the denominators of the loss
+    ref_logprob_R: Tensor | None = None  # nats, log-probs under the reference policy. None: the objective uses none.
+    weights: TokenWeights | None = None  # weights from `Objective.batch_statistics`. None: the objective has no weighting.
+    # Nats; an entropy change below it is rounding noise. Only metrics use it. None: not known.
+    noise_floor: float | None = None
 
 
 def advantage_with_entropy(advantage_R: Tensor, entropy_R: Tensor, alpha: float, kappa: float) -> Tensor:

@@ -11,10 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tepo_megatron.base.atomic import sync
 from tepo_megatron.base.errors import CheckpointError, ConversionError
-from tepo_megatron.base.file_kinds import SNIFFED_BYTES, foreign_kind
-from tepo_megatron.base.stop_tokens import eos_token_ids
+from tepo_megatron.base.foreign_files import SNIFFED_BYTES, eos_token_ids, foreign_kind
+from tepo_megatron.base.storage import sync
 from tepo_megatron.base.tensor_files import follow_umask
 
 INDEX = "model.safetensors.index.json"

@@ -3,6 +3,6 @@
 run_dir.py        the folder of a run
 sinks.py          metrics.jsonl, the terminal, TensorBoard, Weights & Biases
 metrics.py        means and histograms, which add up over microbatches and ranks
-timing.py         wall time by phase
+tracer.py         spans of a traced step, and wall time by phase
 hang_watchdog.py  hang detection
 """

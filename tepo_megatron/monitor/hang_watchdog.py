@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import escaped
 from tepo_megatron.base.run_lock import FolderIdentity
 
 BEAT_SECONDS = 1.0
@@ -29,7 +29,7 @@ TRAINING = ("old_stats", "reference", "update")
 JOINING = "joining the servers in"  # + the group's name: a phase with its own deadline, where every rank progresses
 VERDICT = "watch/verdict"  # key of the explanation that every rank ends with; the rank that finds a fault first sets it
 _COLLECTIVES = os.path.join("torch", "distributed", "")
-_TRACED = os.path.join("distributed", "collective_spans.py")
+_TRACED = os.path.join("trainer", "tracing.py")
 
 
 @dataclass

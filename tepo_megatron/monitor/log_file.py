@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tepo_megatron.base.escaping import escaped
+from tepo_megatron.base.errors import escaped
 from tepo_megatron.base.storage import writing
 
 LOG_FILE = "log.txt"

@@ -27,9 +27,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.storage import writing
+from tepo_megatron.base.storage import replace_file, writing
 
 KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
 ROUTE = "/metrics"

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.base import save_requests
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.run_lock import LOCK_FILE, RunLock
-from tepo_megatron.base.storage import disk_fault
+from tepo_megatron.base.storage import disk_fault, replace_file
 from tepo_megatron.monitor.trace_file import TRACES
 
 if TYPE_CHECKING:

@@ -17,14 +17,13 @@ from types import TracebackType
 from typing import Any
 
 from tepo_megatron.base import records
-from tepo_megatron.base.atomic import replace_file, replacing
 from tepo_megatron.base.errors import ConfigError, DataError, RunReplacedError
-from tepo_megatron.base.storage import writing
+from tepo_megatron.base.storage import replace_file, replacing, writing
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.monitor.alerts import AlertWatch, key_of
 from tepo_megatron.monitor.log_file import LogFile, append_line, open_for_appending
 from tepo_megatron.monitor.run_dir import lock
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 
 METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"

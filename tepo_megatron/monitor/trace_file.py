@@ -21,8 +21,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import DataError
+from tepo_megatron.base.storage import replace_file
 from tepo_megatron.monitor.tracer import ClockOffset, Recording, Span
 
 TRACES = "traces"  # folder in that of a run

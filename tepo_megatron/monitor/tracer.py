@@ -1,6 +1,7 @@
-"""Spans of one traced step, kept in the memory of each process until the step ends. `trace_file.py` writes them.
+"""Spans of one traced step, kept in the memory of each process until the step ends, and the wall time of every step by phase.
 
-A process has one `tracer`. While it is not active, `span` returns a context that does nothing.
+`trace_file.py` writes the spans. A process has one `tracer`. While it is not active, `span` returns a context that does
+nothing.
 
     process   row in the trace        a span is
     rank      the thread's name       a step, a phase, a pass over a microbatch, a part of a weight update
@@ -18,10 +19,12 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
+
+from tepo_megatron.monitor.hang_watchdog import progress
 
 MOST_SPANS = 500_000  # of a process and step; about 200 bytes each
 ROUND_TRIPS = 8
@@ -173,3 +176,39 @@ class Tracer:
 
 
 tracer = Tracer()
+
+
+class Clock:
+    """Sums of wall time by phase name.
+
+    On a GPU a phase ends when its kernels have been launched, not when they have finished. Every phase of the training loop
+    ends with a value read on the host, which waits for the kernels.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as phase `name`. Repeated blocks add up."""
+        start = time.perf_counter()
+        try:
+            with progress.within(name), tracer.span(name):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the block from the total."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._start += time.perf_counter() - start
+
+    @property
+    def total(self) -> float:
+        """Return the seconds since the clock was created, without paused blocks."""
+        return time.perf_counter() - self._start

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.packing import PrefixGroups, pieces_of, split_into_parts
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
-from tepo_megatron.ops.shared_prompts import PrefixGroups, pieces_of, split_into_parts
 
 _HALVINGS = 24  # bisection steps in the search for the time of the slowest rank
 

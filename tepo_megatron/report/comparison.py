@@ -8,10 +8,10 @@ import numpy as np
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
-from tepo_megatron.report import held_out
+from tepo_megatron.report import evaluations
 from tepo_megatron.report.chart import BLUE, GREEN, ORANGE, PURPLE, RED, Chart, ChartAxis, Series
-from tepo_megatron.report.figures import NOTHING, QUANTITIES, Quantity, at_end
-from tepo_megatron.report.held_out import HeldOut
+from tepo_megatron.report.curves import NOTHING, QUANTITIES, Quantity, at_end
+from tepo_megatron.report.evaluations import HeldOut
 from tepo_megatron.report.panels import PAPER
 from tepo_megatron.report.run import RunRecord
 
@@ -92,14 +92,14 @@ def _accuracies(runs: Mapping[str, RunRecord]) -> Chart | None:
     ]
     if not rows:
         return None
-    return held_out.accuracies(rows, "After each run; bars: 95 % intervals over problems.")
+    return evaluations.accuracies(rows, "After each run; bars: 95 % intervals over problems.")
 
 
 def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tuple[str, str]]:
     """Return the difference of each run to the first one, in words."""
     rows = []
     for name, one in zip(called[1:], evaluated[1:], strict=True):
-        change = held_out.change(one.after, evaluated[0].after)
+        change = evaluations.change(one.after, evaluated[0].after)
         words = f"against {called[0]}: no paired difference, because there are no scores of the same problems."
         if change is not None:
             words = (

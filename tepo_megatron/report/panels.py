@@ -24,7 +24,7 @@ from tepo_megatron.report.chart import (
     line,
     points,
 )
-from tepo_megatron.report.figures import at_end
+from tepo_megatron.report.curves import at_end
 from tepo_megatron.report.run import RunRecord
 
 _TRAINED = {"old_stats": PURPLE, "reference": MUTED, "update": GREEN, "sync": RED}

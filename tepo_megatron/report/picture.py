@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tepo_megatron.base.atomic import replacing
+from tepo_megatron.base.storage import replacing
 from tepo_megatron.report import panels
 from tepo_megatron.report.chart import Chart, ChartAxis, Series
 from tepo_megatron.report.run import RunRecord, facts

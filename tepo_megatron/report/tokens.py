@@ -8,8 +8,7 @@ import numpy as np
 
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.report.run import RunRecord
-from tepo_megatron.report.samples import find_tokenizer
-from tepo_megatron.report.words import TextSpan, of_tokens, shortened
+from tepo_megatron.report.samples import TextSpan, find_tokenizer, of_tokens, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

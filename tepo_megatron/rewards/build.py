@@ -6,10 +6,9 @@ from typing import Any
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.rewards.grading.answers import gold_fault
-from tepo_megatron.rewards.judge import JudgeTerm
 from tepo_megatron.rewards.local import CodeTerm, CustomTerm, FormatTerm, LengthTerm, MathTerm, ReasoningGymTerm, check_function
 from tepo_megatron.rewards.pool import limits_of
-from tepo_megatron.rewards.remote import HttpTerm, key_from
+from tepo_megatron.rewards.remote import HttpTerm, JudgeTerm, key_from
 from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 
 __all__ = ["Decode", "WeightedReward", "build_reward", "check_reward", "gold_fault"]

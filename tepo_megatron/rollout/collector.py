@@ -16,10 +16,8 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.engines.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.monitor.metrics import Metrics
-from tepo_megatron.monitor.timing import Clock
-from tepo_megatron.monitor.tracer import tracer
-from tepo_megatron.rewards.overlong import OverlongShaping
-from tepo_megatron.rewards.terms import WeightedReward
+from tepo_megatron.monitor.tracer import Clock, tracer
+from tepo_megatron.rewards.terms import OverlongShaping, WeightedReward
 from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.decisions import StepDecisions
 from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups

@@ -18,7 +18,7 @@ import psutil
 from tepo_megatron.base import user_file
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.loop import LoopThread
-from tepo_megatron.base.open_files import SPARE_FILES, raise_open_file_limit
+from tepo_megatron.base.processes import SPARE_FILES, raise_open_file_limit
 from tepo_megatron.base.seeding import derive_seed
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.base.user_file import UserFunction

@@ -13,7 +13,7 @@ from tepo_megatron.base.errors import DataError
 from tepo_megatron.base.tensor_files import DAMAGE, read_tensors, write_tensors
 from tepo_megatron.base.types import MASK_TIES, MOST_MASKED, Rollout, Routing, SamplingMask
 from tepo_megatron.monitor.metrics import Metrics
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rollout.streaming import MinibatchStream
 
 FOLDER = "rollouts"

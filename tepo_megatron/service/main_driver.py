@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.save_requests import answer_stop
 from tepo_megatron.base.seeding import derive_seed
-from tepo_megatron.base.storage import writing
+from tepo_megatron.base.storage import replace_file, writing
 from tepo_megatron.base.types import Rollout
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
@@ -21,7 +20,7 @@ from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.losses import build_objective
 from tepo_megatron.monitor.run_dir import rename_outcome
 from tepo_megatron.monitor.sinks import RunLog
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rollout import decisions, record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay

@@ -1,6 +1,6 @@
 """The messages between rank 0 and the rollout service. They are pickled.
 
-They go over a socket pair, which has no address (`command/service_process.py`).
+They go over a socket pair, which has no address (`command/ranks.py`).
 """
 
 from typing import Any, Literal, NamedTuple

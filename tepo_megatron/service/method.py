@@ -6,7 +6,7 @@ from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import OF_WHOLE_BATCH
-from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rewards.terms import OverlongShaping
 
 # The penalty starts in the last 1/5 of the response length. DAPO, Section 4.1: the last 4096 of 20480 tokens.
 OVERLONG_BUFFER_SHARE = 5

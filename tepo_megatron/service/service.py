@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from tepo_megatron.base.errors import RolloutError, StorageError, TepoError
-from tepo_megatron.base.quiet import quiet_upstream
+from tepo_megatron.base.processes import quiet_upstream
 from tepo_megatron.base.save_requests import LOOK_SECONDS, STOP, asked, take_save
 from tepo_megatron.base.storage import disk_fault
 from tepo_megatron.config import CheckpointConfig, Config

@@ -23,7 +23,7 @@ from torch import Tensor
 from tepo_megatron.base.errors import ConfigError, SyncError
 from tepo_megatron.base.scratch import PrivateFolder
 from tepo_megatron.config import GroupTransportConfig, SyncConfig
-from tepo_megatron.config.platform_defaults import join_seconds
+from tepo_megatron.config.fields import join_seconds
 from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.dist.rendezvous_store import FolderStore, KeyValueStore, address_towards, is_loopback, open_store
 from tepo_megatron.monitor.hang_watchdog import JOINING, progress

@@ -7,7 +7,7 @@ The path of a weight from a Megatron shard to the engine:
     sync/push.py                   stages, starts and completes the rounds (this module)
     sync/stores.py                 carries a round (`shm`, `ipc`); or relay.py (`shm`, several machines), broadcast.py (`group`)
     wire/receiver/receiver.py      takes the round, in the server's processes
-    wire/receiver/weight_files.py  checks that the tensors are the model's, and reads files
+    wire/receiver/receiver.py  checks that the tensors are the model's, and reads files
     wire/receiver/vllm_plugin.py   loads them into the engine's model; or sglang_loader.py
 The request that names the sources of a round goes through engines/servers/fleet.py, endpoint.py and the engine's client.
 

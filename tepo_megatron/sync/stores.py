@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.base import scratch
-from tepo_megatron.base.atomic import replacing
 from tepo_megatron.base.errors import CheckpointError, ConfigError
+from tepo_megatron.base.storage import replacing
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.dist.objects import broadcast_object
 from tepo_megatron.dist.parallel import ParallelDims
-from tepo_megatron.dist.platform.host_memory import HostArena
+from tepo_megatron.dist.platform.memory import HostArena
 from tepo_megatron.sync.buckets import BucketPlan
 from tepo_megatron.wire.bucket_format import Bucket, Source, crc32, pack
 from tepo_megatron.wire.ipc import IpcBuffer, export_buffer
@@ -197,7 +197,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
-    """Write tensors to a safetensors file, which `wire/receiver/weight_files.py` reads."""
+    """Write tensors to a safetensors file, which `wire/receiver/receiver.py` reads."""
     header = {"format": "pt"}
     if checksums:
         header["crc32"] = json.dumps(checksums)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import Config
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.service.messages import KeptRollouts, Waited
 from tepo_megatron.trainer.service_client import PendingAnswer, ServiceClient, ServiceEngine
 from tepo_megatron.trainer.step_log import StepLog

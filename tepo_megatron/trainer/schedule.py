@@ -32,16 +32,14 @@ from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.dist.objects import broadcast_object, broadcast_result
 from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.monitor.metrics import Metrics
-from tepo_megatron.monitor.timing import Clock
-from tepo_megatron.monitor.tracer import tracer
+from tepo_megatron.monitor.tracer import Clock, tracer
 from tepo_megatron.service.batch_memory import BatchHeader
 from tepo_megatron.service.messages import KeptRollouts
 from tepo_megatron.sync.push import NoSync, WeightSync
 from tepo_megatron.trainer.batch_receiver import BatchReceiver
 from tepo_megatron.trainer.driver import Driver, ServiceTask
 from tepo_megatron.trainer.gate import WeightsGate
-from tepo_megatron.trainer.memory_report import MemoryReport
-from tepo_megatron.trainer.placement import Disaggregated
+from tepo_megatron.trainer.placement import Disaggregated, MemoryReport
 
 
 class StartingPoint(NamedTuple):

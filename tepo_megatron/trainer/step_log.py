@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tepo_megatron.base.types import STATUSES
 from tepo_megatron.monitor.metrics import Metrics, quantiles
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 
 if TYPE_CHECKING:
     from tepo_megatron.actor.accumulator import UpdateResult

@@ -11,12 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tepo_megatron.base.atomic import replace_file
-from tepo_megatron.base.errors import RunStopped, TepoError
-from tepo_megatron.base.escaping import escaped
-from tepo_megatron.base.processes import LAUNCHER, die_with_parent
-from tepo_megatron.base.quiet import quiet_upstream
-from tepo_megatron.base.storage import disk_fault
+from tepo_megatron.base.errors import RunStopped, TepoError, escaped
+from tepo_megatron.base.processes import LAUNCHER, die_with_parent, quiet_upstream
+from tepo_megatron.base.storage import disk_fault, replace_file
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 

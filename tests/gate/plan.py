@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import Config
+from tepo_megatron.config.fields import PLATFORM_DEFAULTS
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
 from tepo_megatron.doctor.plan.memory import has_teacher
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
 

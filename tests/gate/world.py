@@ -73,7 +73,7 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
 def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.monitor.timing import Clock
+    from tepo_megatron.monitor.tracer import Clock
     from tepo_megatron.trainer.learning import learn
     from tepo_megatron.trainer.placement import Colocated, Disaggregated
     from tepo_megatron.trainer.step_log import StepLog

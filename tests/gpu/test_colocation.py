@@ -83,7 +83,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
 
 def test_host_memory_is_unlocked_and_locked_again() -> None:
     """An address that was freed can be locked by the next arena; asynchronous copies there and back keep every bit."""
-    from tepo_megatron.dist.platform.host_memory import HostArena
+    from tepo_megatron.dist.platform.memory import HostArena
 
     x = torch.randint(0, 256, (50_000_001,), dtype=torch.uint8, device=DEVICE)
     for _ in range(3):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.actor.kernels import LinearChoice
-from tepo_megatron.actor.linear_kernels import LinearKernels, LinearLayout
+from tepo_megatron.actor.linear_attention import LinearKernels, LinearLayout
 from tepo_megatron.ops.gated_delta_rule import normalize
 
 LENGTHS = (65, 1, 63, 200, 1000)

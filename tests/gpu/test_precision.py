@@ -137,7 +137,7 @@ def test_recompute_and_offloaded_activations_change_nothing(
 
 
 def test_activations_leave_the_gpu(alone: Any) -> None:
-    from tepo_megatron.actor.activations import HostActivations
+    from tepo_megatron.actor.offload import HostActivations
 
     weight = torch.nn.Parameter(torch.randn(1024, 1024, device=DEVICE))
     held, gradients = [], []
@@ -190,7 +190,7 @@ def _adam(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["transformer_engine", "apex"])
 def test_fused_adam_steps_as_this_packages(name: str) -> None:
-    from tepo_megatron.dist.platform.adam import HostAdam
+    from tepo_megatron.dist.platform.mcore import HostAdam
 
     if name not in FOUND or (name == "apex" and "amp_C" not in FOUND):
         pytest.skip(f"{name} is not installed")

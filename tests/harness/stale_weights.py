@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron import report
-from tepo_megatron.base.quiet import quiet_upstream
+from tepo_megatron.base.processes import quiet_upstream
 from tepo_megatron.config import Config
 from tepo_megatron.monitor import run_dir
 from tepo_megatron.rollout import record

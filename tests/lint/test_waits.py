@@ -38,8 +38,8 @@ evaluation.held_out.sample_and_grade rewards.pool._stop rewards.terms.score roll
 rollout.function_thread._settle sync.broadcast._form_groups sync.broadcast.complete sync.broadcast.wait sync.push._send
 sync.push._stage sync.stores.wait trainer.driver._start trainer.service_client.call trainer.sft.loop._stop
 trainer.sft.loop.run trainer.train._sample trainer.train.finish trainer.train.stop wire.broadcast_group._form
-wire.broadcast_group.wait wire.receiver.receiver._receive wire.receiver.sglang_answers.response
-wire.receiver.vllm_answers._binary wire.receiver.vllm_answers.from_new_request wire.receiver.vllm_answers.response
+wire.broadcast_group.wait wire.receiver.receiver._receive wire.receiver.sglang_server.response
+wire.receiver.vllm_middleware._binary wire.receiver.vllm_middleware.from_new_request wire.receiver.vllm_middleware.response
 """.split())  # fmt: skip  # noqa: SIM905
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tepo_megatron import report
-from tepo_megatron.base.quiet import quiet_upstream
+from tepo_megatron.base.processes import quiet_upstream
 from tepo_megatron.base.records import is_evaluation
 from tepo_megatron.base.save_requests import STOP
 from tepo_megatron.base.seeding import derive_seed

@@ -17,7 +17,7 @@ LAYOUTS = [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}, {"cp":
 
 
 def old_stats(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
-    from tepo_megatron.actor.comparisons import mismatch
+    from tepo_megatron.actor.accumulator import mismatch
 
     actor = open_actor(cfg)
     rows: list[int] = []

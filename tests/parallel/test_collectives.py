@@ -11,7 +11,7 @@ from tests.worlds import run_world
 
 
 def call_collectives(rank: int, size: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return for each collective of `dist/platform/gloo.py` what came out and what should have."""
+    """Return for each collective of `dist/platform/cpu.py` what came out and what should have."""
     dist.init_process_group("gloo")
     uneven = [n + 1 for n in range(size)]  # rank i owns i + 1 elements
     ranks = torch.arange(size, dtype=dtype)

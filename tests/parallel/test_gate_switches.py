@@ -117,7 +117,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     a step old, on such that say to be of the version before; last, whether it ends on rollouts of the weights that they say.
     """
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.monitor.timing import Clock
+    from tepo_megatron.monitor.tracer import Clock
     from tepo_megatron.trainer.gate import WeightsGate
     from tepo_megatron.trainer.learning import learn
     from tepo_megatron.trainer.step_log import StepLog

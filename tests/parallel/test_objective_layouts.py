@@ -20,13 +20,12 @@ from torch import Tensor
 from tepo_megatron.base.types import PackedMicrobatch, TokenStats
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.contradictions import TRUST_REGIONS
-from tepo_megatron.losses.inputs import LossInputs
+from tepo_megatron.losses.objective import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.packing import pack
+from tepo_megatron.ops.context_parallel import Segments
+from tepo_megatron.ops.packing import PrefixGroups, pack
 from tepo_megatron.ops.planning import plan_microbatches
-from tepo_megatron.ops.segments import Segments
-from tepo_megatron.ops.shared_prompts import PrefixGroups
 from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of, replaced
 from tests.worlds import run_world
 

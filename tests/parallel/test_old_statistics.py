@@ -20,8 +20,8 @@ ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
 
 def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
     """Take one update with the statistics of an old pass, and one without, from the same weights."""
+    from tepo_megatron.actor.accumulator import mismatch
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.actor.comparisons import mismatch
     from tepo_megatron.dist import parallel
     from tepo_megatron.dist.platform import activate
     from tepo_megatron.losses import build_objective

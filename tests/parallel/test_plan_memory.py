@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from tepo_megatron.base.host_sizes import arena_bytes
+from tepo_megatron.base.hardware import arena_bytes
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.doctor.plan import activations
 from tepo_megatron.doctor.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
 from tepo_megatron.doctor.plan.command import read_model
+from tepo_megatron.doctor.plan.inputs import ELEMENT, PlannedModel
 from tepo_megatron.doctor.plan.layers import kinds_of
 from tepo_megatron.doctor.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
-from tepo_megatron.doctor.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.doctor.plan.parameters import held, rank_parameters
 from tests.marks import full_but
 from tests.parallel import cases
@@ -161,7 +161,7 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     They are: storages on the device without the parameters'; copies that `training.offload_activations` makes of tensors of
     every size; and the host memory of these copies.
     """
-    from tepo_megatron.actor.activations import HostActivations
+    from tepo_megatron.actor.offload import HostActivations
     from tepo_megatron.losses import build_objective
 
     actor, objective = open_actor(cfg), build_objective(cfg.objective)

@@ -31,7 +31,7 @@ def other(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """Return the statistics of the reference policy, and whether the policy is unchanged afterwards."""
-    from tepo_megatron.actor.comparisons import reference_divergence
+    from tepo_megatron.actor.accumulator import reference_divergence
     from tepo_megatron.losses import build_objective
 
     actor = open_actor(cfg)

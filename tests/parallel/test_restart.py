@@ -24,7 +24,7 @@ PLACES = (
     "tepo_megatron.trainer.batch_receiver:BatchReceiver.receive",
     "tepo_megatron.actor.actor:Actor.attach_old_stats",
     "tepo_megatron.actor.actor:Actor.update",
-    "tepo_megatron.dist.platform.adam:HostAdam._update",
+    "tepo_megatron.dist.platform.mcore:HostAdam._update",
     "tepo_megatron.sync.push:WeightSync.push",
     "tepo_megatron.sync.stores:FileTransport.stage",
     "tepo_megatron.trainer.schedule:Schedule.evaluate",

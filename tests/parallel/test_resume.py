@@ -27,7 +27,7 @@ PLACES = {
     "tepo_megatron.rewards.terms:WeightedReward.submit": False,
     "tepo_megatron.actor.actor:Actor.attach_old_stats": True,
     "tepo_megatron.actor.actor:Actor.update": True,
-    "tepo_megatron.dist.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
+    "tepo_megatron.dist.platform.mcore:HostAdam._update": True,  # one parameter of an optimizer step
     "tepo_megatron.sync.push:WeightSync.push": True,
     ENGINE + "update_weights": False,
     "tepo_megatron.monitor.sinks:RunLog.write": False,

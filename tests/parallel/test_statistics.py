@@ -84,7 +84,7 @@ def test_token_stats_over_tensor_parallel_ranks(size: int, backend: str) -> None
 def ratio_on_rank(rank: int, size: int, constant_factors: bool) -> dict[str, Any]:
     dist.init_process_group("gloo")
     from tepo_megatron.losses.ratio import sequence_ratio
-    from tepo_megatron.ops.segments import Segments
+    from tepo_megatron.ops.context_parallel import Segments
 
     log_ratio, owner, sequence, factor = rows(size)
     mine = owner == rank
@@ -144,7 +144,7 @@ def zigzag_rows(size: int) -> tuple[torch.Tensor, ...]:
 def prefix_on_rank(rank: int, size: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
     from tepo_megatron.losses.ratio import prefix_ratio
-    from tepo_megatron.ops.segments import Segments
+    from tepo_megatron.ops.context_parallel import Segments
 
     log_ratio, _, _, factor = rows(size)
     sequence, position, chunk, owner = zigzag_rows(size)

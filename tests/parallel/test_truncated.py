@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.actor.masks import TRUNCATION_METRICS, known_mask
+from tepo_megatron.actor.output_stats import TRUNCATION_METRICS, known_mask
 from tepo_megatron.base.types import TrainBatch, Truncation
 from tepo_megatron.config import Config
 from tests.marks import full_but

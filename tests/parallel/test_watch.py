@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tepo_megatron.dist.parallel import world_store
 from tepo_megatron.monitor.hang_watchdog import HangWatchdog, progress
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -101,7 +101,7 @@ class Freeze(Kill):
         pytest.param("tepo_megatron.trainer.driver:Driver.collect", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.update", 1, marks=pytest.mark.slow),
-        pytest.param("tepo_megatron.dist.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.dist.platform.mcore:HostAdam._update", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.sync.push:WeightSync.push", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.export_hf", 0, marks=pytest.mark.full),

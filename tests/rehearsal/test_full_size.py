@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from tepo_megatron.checkpoint.folder import steps
-from tepo_megatron.command.preflight import needed_open_files
+from tepo_megatron.command.start import needed_open_files
 from tepo_megatron.config.io import load_config
 from tepo_megatron.rollout.custom import FILES_OF_AN_AGENT
 from tepo_megatron.rollout.decisions import read_history

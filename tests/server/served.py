@@ -18,12 +18,11 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from tepo_megatron.base.types import Prompt, Rollout, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.config import RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.engines.engine_api import LaunchSpec
-from tepo_megatron.engines.engines import build_engine
-from tepo_megatron.engines.model_checks import layers_of
+from tepo_megatron.engines.engines import build_engine, layers_of
 from tepo_megatron.engines.servers.fleet import Fleet
-from tepo_megatron.engines.servers.local import LocalServer
 from tepo_megatron.engines.servers.process import LOOPBACK
-from tepo_megatron.engines.servers.server_key import KEY_VARIABLE
+from tepo_megatron.engines.servers.rendezvous import KEY_VARIABLE
+from tepo_megatron.engines.servers.server import LocalServer
 from tests.direct_requests import ask
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
 from tests.truncated import kept
@@ -76,7 +75,7 @@ def serve(
     settings = {"platform": "cpu", "precision": precision, "most_masked": VOCAB_SIZE, **layers_of(folder / "model")}
     launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, host=host, **settings)
     log_path = folder / "server.log"
-    keys = mock.patch("tepo_megatron.engines.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
+    keys = mock.patch("tepo_megatron.engines.servers.server.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
     with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option
         engine.start()
         engine.wait_ready()

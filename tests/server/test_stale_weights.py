@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 
 from tepo_megatron import report
-from tepo_megatron.base.quiet import quiet_upstream
+from tepo_megatron.base.processes import quiet_upstream
 from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.engines.engines import ENGINES, launch_of
-from tepo_megatron.engines.servers.local import LocalServer
+from tepo_megatron.engines.servers.server import LocalServer
 from tepo_megatron.monitor import run_dir
 from tepo_megatron.rollout import record
 from tepo_megatron.trainer.gate import pieces

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.base import atomic
+from tepo_megatron.base import storage
 
 
 def test_the_file_is_synced_before_it_has_its_name_and_the_folder_afterwards(
@@ -18,19 +18,19 @@ def test_the_file_is_synced_before_it_has_its_name_and_the_folder_afterwards(
         seen.append((os.readlink(f"/proc/self/fd/{file}"), path.read_bytes()))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    atomic.replace_file(path, b"all of the new")
+    storage.replace_file(path, b"all of the new")
     assert seen == [(str(tmp_path / "file.partial"), b"old"), (str(tmp_path), b"all of the new")]
     assert os.listdir(tmp_path) == ["file"]
-    atomic.replace_file(path, b"newer", durable=False)
+    storage.replace_file(path, b"newer", durable=False)
     assert path.read_bytes() == b"newer" and len(seen) == 2
 
 
 def test_what_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(RuntimeError), atomic.replacing(path) as unfinished:
+    with pytest.raises(RuntimeError), storage.replacing(path) as unfinished:
         unfinished.write_bytes(b"a part of")
         raise RuntimeError
     assert path.read_bytes() == b"old"
-    atomic.replace_file(path, b"new")
+    storage.replace_file(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]

@@ -7,7 +7,7 @@ import pytest
 
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.command import parsers
-from tepo_megatron.command import preflight as checking
+from tepo_megatron.command import start as checking
 from tepo_megatron.command import start as starting
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate

@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.base.escaping import escaped
-from tepo_megatron.command.preflight import preflight
+from tepo_megatron.base.errors import ConfigError, escaped
+from tepo_megatron.command.start import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.data import stop_tokens
-from tepo_megatron.doctor import machine, trial
+from tepo_megatron.doctor import machine
 from tepo_megatron.doctor.examine import examine, print_findings
+from tepo_megatron.doctor.examine import step as make_step
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.engines.servers.served_model import cache_tokens
+from tepo_megatron.engines.servers.environment import cache_tokens
 from tests.tiny import change_tensors, hybrid_config, tiny_multimodal, tiny_qwen3
 
 
@@ -255,7 +255,7 @@ def test_metrics_of_a_step_become_findings(
         cfg.run_dir.mkdir(parents=True)
         (cfg.run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1} | record(**changes)) + "\n")
 
-    found = {f.check: f.verdict for f in trial.step(cfg, start)}
+    found = {f.check: f.verdict for f in make_step(cfg, start)}
     expected = dict.fromkeys(("engine", "log-probs", "samples", "noise of dH", "seconds"), "pass")
     assert found == expected | ({check: verdict} if check else {})
 

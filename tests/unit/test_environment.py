@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.base import user_file
-from tepo_megatron.engines.servers.served_model import ServedModel
+from tepo_megatron.engines.servers.environment import ServedModel
 
 UNREACHABLE = "http://127.0.0.1:9"
 

@@ -8,7 +8,7 @@ import torch
 
 from tepo_megatron.actor import build
 from tepo_megatron.actor.layout import check_layout, check_shared_prompts
-from tepo_megatron.actor.linear_kernels import LinearLayout
+from tepo_megatron.actor.linear_attention import LinearLayout
 from tepo_megatron.actor.rotary import PackedRotary, rotate
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import ModelConfig, ParallelConfig, TrainingConfig

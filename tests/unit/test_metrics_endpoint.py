@@ -22,7 +22,7 @@ from tepo_megatron.monitor.metrics_server import (
     step_name,
 )  # fmt: skip
 from tepo_megatron.rollout.collector import Progress
-from tepo_megatron.service.live_metrics import LiveMetrics
+from tepo_megatron.service.opening import LiveMetrics
 from tepo_megatron.trainer.step_log import KEYS, PHASES
 from tools import grafana
 

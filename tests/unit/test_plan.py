@@ -13,18 +13,24 @@ import torch
 
 from benchmarks.plan import ROWS, PublishedRun, predicted_seconds
 from tepo_megatron.actor.precision import optimizer_fields
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.command.parsers import main
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.doctor.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model
-from tepo_megatron.doctor.plan.engine_memory import kv_bytes
+from tepo_megatron.doctor.plan.inputs import Placement, max_generation_rounds, placement_of
 from tepo_megatron.doctor.plan.layers import sequence_state_bytes
-from tepo_megatron.doctor.plan.memory import FP8_WORKSPACES, MOMENT, TEACHER_ON_HOST, TrainerMemory, host_bytes, state_bytes
+from tepo_megatron.doctor.plan.memory import (
+    FP8_WORKSPACES,
+    MOMENT,
+    TEACHER_ON_HOST,
+    TrainerMemory,
+    host_bytes,
+    kv_bytes,
+    state_bytes,
+)
 from tepo_megatron.doctor.plan.parameters import held, total_parameters
-from tepo_megatron.doctor.plan.placement import Placement, placement_of
 from tepo_megatron.doctor.plan.search import judge, search
-from tepo_megatron.doctor.plan.workload import max_generation_rounds
 from tepo_megatron.service.method import resolve
 
 RECIPES = sorted(Path("examples/recipes").glob("*.yaml"))

@@ -9,7 +9,7 @@ import torch
 
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.dist import platform
-from tepo_megatron.dist.platform.adam import HostAdam
+from tepo_megatron.dist.platform.mcore import HostAdam
 
 
 def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.command.resume import announcement, config_of, words_of
+from tepo_megatron.command.start import announcement, config_of, words_of
 from tepo_megatron.config.io import load_config, to_yaml, validate, with_overrides
 from tepo_megatron.trainer.sft.settings import is_supervised, read_tree, supervised
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from benchmarks.results import ROOT
-from tepo_megatron.base.gpus import GPUS, card_of
+from tepo_megatron.base.hardware import GPUS, card_of
 
 WHEELS = "requirements/gpu-check.txt"
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "yaml")

@@ -16,7 +16,7 @@ from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import case_of, config_of
 from benchmarks.gpu.check.steps import rollouts
 from tepo_megatron.base.types import TrainBatch
-from tepo_megatron.doctor.plan.workload import Workload
+from tepo_megatron.doctor.plan.inputs import Workload
 
 GIB = 2**30
 ROUNDS = 3  # the first one allocates the host memory

@@ -2,7 +2,7 @@
 
 The model FLOPs utilization (MFU) is operations / seconds / rate. The operations of a step are those of old log-probs (one
 forward pass) and of updates (a forward and a backward pass, which counts as two); recomputation does not count.
-`models/operations.py` counts those of a forward pass.
+`trainer/learning.py` counts those of a forward pass.
 """
 
 import re
@@ -25,15 +25,14 @@ from benchmarks.gpu.check.parts import STEP_LINES
 from benchmarks.gpu.check.steps import OLD, UPDATES, MeasuredSteps
 from benchmarks.gpu.rows import matmul_rate
 from tepo_megatron.actor.kernels import choose, installed
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.base.types import TrainBatch
 from tepo_megatron.config.io import load_config
 from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of
-from tepo_megatron.doctor.plan.gpus import GIB
+from tepo_megatron.doctor.plan.inputs import GIB, Workload
 from tepo_megatron.doctor.plan.memory import TrainerMemory
 from tepo_megatron.doctor.plan.roofline import Predictor
-from tepo_megatron.doctor.plan.workload import Workload
-from tepo_megatron.models.operations import forward_operations
+from tepo_megatron.trainer.learning import forward_operations
 
 TIMED_STEPS = 2
 FORWARD, FORWARD_AND_BACKWARD = 1, 3  # passes, by their operations

@@ -12,7 +12,7 @@ from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import Config
 from tepo_megatron.dist.platform import activate
 from tepo_megatron.doctor.plan.command import read_model
-from tepo_megatron.doctor.plan.workload import Workload
+from tepo_megatron.doctor.plan.inputs import Workload
 
 OLD, UPDATES = "old log-probs", "updates"
 

@@ -47,10 +47,10 @@ def shrink(module: types.ModuleType) -> None:
 
 def fake_cuda(torch: Any) -> None:
     """Replace torch.cuda, the factories of tensors, and the backend of groups."""
-    from tepo_megatron.dist.platform import cuda_api, tensors
+    from tepo_megatron.dist.platform import cuda_api
 
-    tensors.redirect_factories()
-    tensors.redirect_tensor_methods()
+    cuda_api.redirect_factories()
+    cuda_api.redirect_tensor_methods()
     cuda_api.redirect_device_queries()
     cuda_api.redirect_streams_and_events()
     cuda_api.redirect_memory_statistics()
@@ -98,7 +98,7 @@ def put_on_host(torch: Any) -> None:
 
 def use_gloo(dist: Any) -> None:
     """Form gloo groups where NCCL is asked for."""
-    from tepo_megatron.dist.platform import gloo
+    from tepo_megatron.dist.platform import cpu
 
     init_process_group, new_group, barrier = dist.init_process_group, dist.new_group, dist.barrier
 
@@ -110,8 +110,8 @@ def use_gloo(dist: Any) -> None:
 
     for module in (dist, dist.distributed_c10d):
         module.init_process_group, module.new_group = init, new
-    gloo.add_uneven_collectives()
-    gloo.shorten_groups_of_one()
+    cpu.add_uneven_collectives()
+    cpu.shorten_groups_of_one()
     dist.barrier = lambda group=None, async_op=False, **_: barrier(group=group, async_op=async_op)
 
 

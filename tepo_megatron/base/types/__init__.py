@@ -16,17 +16,20 @@ Layout suffixes of tensors:
 
 from tepo_megatron.base.limits import MASK_TIES, MOST_CANDIDATES, MOST_MASKED
 from tepo_megatron.base.types.batch import Denominators, LossOutput, PackedMicrobatch, TokenStats, TrainBatch
-from tepo_megatron.base.types.rollout import STATUSES, Rollout, Status, split_samples
-from tepo_megatron.base.types.sampling import (
+from tepo_megatron.base.types.rollout import (
     NO_EXPERT,
     NO_TOKEN,
+    STATUSES,
     Prompt,
     RecomputedMasks,
+    Rollout,
     Routing,
     SamplingMask,
     SamplingParams,
+    Status,
     Truncation,
     no_expert,
+    split_samples,
 )
 
 __all__ = [

@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tepo_megatron.base.types.rollout import Rollout
-from tepo_megatron.base.types.sampling import RecomputedMasks, SamplingMask
+from tepo_megatron.base.types.rollout import RecomputedMasks, Rollout, SamplingMask
 
 
 @dataclass(frozen=True)

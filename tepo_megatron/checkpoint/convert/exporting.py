@@ -13,13 +13,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from tepo_megatron.base.errors import ConversionError
+from tepo_megatron.checkpoint.convert.directories import Advance, carried_folder, new_directory, progress_bar
 from tepo_megatron.checkpoint.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.checkpoint.convert.importing import check_finite
-from tepo_megatron.checkpoint.convert.output import new_directory
-from tepo_megatron.checkpoint.convert.places import carried_folder
-from tepo_megatron.checkpoint.convert.plan import ConversionPlan, ParameterSlot, make_plan
-from tepo_megatron.checkpoint.convert.progress import Advance, progress_bar
-from tepo_megatron.checkpoint.convert.world import world_of_one
+from tepo_megatron.checkpoint.convert.plan import ConversionPlan, ParameterSlot, make_plan, world_of_one
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.models import fp8

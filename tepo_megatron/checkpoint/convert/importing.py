@@ -23,10 +23,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tepo_megatron.base.errors import ConversionError
 from tepo_megatron.checkpoint.convert import HF_FOLDER
-from tepo_megatron.checkpoint.convert.output import new_directory
-from tepo_megatron.checkpoint.convert.plan import ConversionPlan, make_plan
-from tepo_megatron.checkpoint.convert.progress import progress_bar
-from tepo_megatron.checkpoint.convert.world import world_of_one
+from tepo_megatron.checkpoint.convert.directories import new_directory, progress_bar
+from tepo_megatron.checkpoint.convert.plan import ConversionPlan, make_plan, world_of_one
 from tepo_megatron.checkpoint.tensors import Stored, write_metadata
 from tepo_megatron.models.families import check_tokenizer, read_config
 from tepo_megatron.models.fit import check_tensors

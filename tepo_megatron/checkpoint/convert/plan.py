@@ -1,15 +1,17 @@
-"""Map each Hugging Face tensor to its part of a global tensor in a Megatron checkpoint.
+"""Map each Hugging Face tensor to its part of a global tensor in a Megatron checkpoint, in a mesh of a single rank on the CPU.
 
 The mapping is Megatron-Core's own: a GPTModel of one rank is built on the meta device (without memory) and asked for its
 `sharded_state_dict`. No key, no shape, and no layout of layers or of gate and up projections is written down here.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
@@ -19,9 +21,24 @@ from tepo_megatron.actor import build
 from tepo_megatron.base.errors import ConversionError
 from tepo_megatron.config import ModelConfig, ParallelConfig
 from tepo_megatron.dist.parallel import ParallelDims
+from tepo_megatron.dist.platform import activate
 from tepo_megatron.models.families import Family, find_family
 from tepo_megatron.models.gather import Binding, bind
 from tepo_megatron.models.ops import Architecture
+
+
+@contextlib.contextmanager
+def world_of_one() -> "Iterator[ParallelDims]":
+    """Yield a mesh of this process alone, which lasts as long as the block. It needs no network and no free port."""
+    platform = activate("cpu")
+    from tepo_megatron.dist import parallel  # imports Megatron-Core, which the platform must precede
+
+    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=parallel.HOST_LIMIT)
+    try:
+        yield parallel.initialize(ParallelConfig(), platform, seed=0)
+    finally:
+        parallel.shutdown()
+
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

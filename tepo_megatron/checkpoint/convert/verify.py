@@ -12,11 +12,11 @@ from torch import Tensor
 from tepo_megatron.base.errors import ConversionError
 from tepo_megatron.base.restricted_pickle import restricted_loading
 from tepo_megatron.checkpoint.convert import HF_FOLDER
+from tepo_megatron.checkpoint.convert.directories import progress_bar
 from tepo_megatron.checkpoint.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.checkpoint.convert.exporting import hf_tensors, plan_of
 from tepo_megatron.checkpoint.convert.importing import read_plan
-from tepo_megatron.checkpoint.convert.progress import progress_bar
-from tepo_megatron.checkpoint.convert.world import world_of_one
+from tepo_megatron.checkpoint.convert.plan import world_of_one
 from tepo_megatron.config import ModelConfig, ParallelConfig
 from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.models.families import read_config

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tepo_megatron.base.host_sizes import LEAST_OFFLOADED
+from tepo_megatron.base.hardware import LEAST_OFFLOADED
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.doctor.plan.layers import CHUNK, DENSE, FP32, LayerKind, linear_of
 from tepo_megatron.models.ops import Architecture

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.base.errors import CheckpointError, ConfigError, DataError
-from tepo_megatron.base.gpus import GPUS, Gpu
+from tepo_megatron.base.hardware import GPUS, Gpu
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.config.judge import JudgeTermConfig
+from tepo_megatron.config.reward import JudgeTermConfig
 from tepo_megatron.doctor.plan.activations import ON_CPU, Attention, PlannedKernels
-from tepo_megatron.doctor.plan.gpus import GIB
+from tepo_megatron.doctor.plan.inputs import ELEMENT, GIB, PlannedModel, Workload
 from tepo_megatron.doctor.plan.memory import host_bytes
-from tepo_megatron.doctor.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.doctor.plan.roofline import REFILLS, Predictor, StepPrediction
 from tepo_megatron.doctor.plan.search import LayoutCandidate, SearchResult, judge, search
-from tepo_megatron.doctor.plan.workload import Workload
 from tepo_megatron.models.families import Family, find_family, read_config
 from tepo_megatron.models.ops import Architecture
 from tepo_megatron.monitor import run_dir
@@ -248,7 +246,7 @@ class PlanRequest:
 
     gpus: int | None = None  # available GPUs. None: as many as the config needs.
     gpu: str = "H100"  # name in `GPUS`
-    prompt: int | None = None  # mean tokens of a prompt. None: assumed (`workload.py`).
+    prompt: int | None = None  # mean tokens of a prompt. None: assumed (`inputs.py`).
     response: int | None = None  # mean tokens of a response. None: assumed.
     json_file: Path | None = None
     dropped: float | None = None  # share of the groups that are entirely right or entirely wrong. None: assumed.

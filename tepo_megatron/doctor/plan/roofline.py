@@ -1,6 +1,6 @@
 """Predict the seconds of a step with one roofline: operations over the peak, bytes over the bandwidth, nothing overlapped.
 
-Every rate is a datasheet value times an assumed share (`gpus.py`). Work is spread evenly over ranks and stages, microbatches
+Every rate is a datasheet value times an assumed share (`inputs.py`). Work is spread evenly over ranks and stages, microbatches
 are full, and a pipeline of p stages and m microbatches waits (p - 1) / (m + p - 1) of its time. Backward takes twice the
 products and moves of forward, and two and a half times the attention (arXiv 2307.08691). Each decoding step of the engine reads
 its weights and the cache of all running sequences. A recorded run corrects each phase by one factor (`command.py`).
@@ -10,12 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.base.gpus import Gpu
+from tepo_megatron.base.hardware import Gpu
 from tepo_megatron.config import Config
 from tepo_megatron.doctor.plan import parameters
 from tepo_megatron.doctor.plan.activations import microbatches_in_flight
-from tepo_megatron.doctor.plan.engine_memory import generating, kv_bytes
-from tepo_megatron.doctor.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions
+from tepo_megatron.doctor.plan.inputs import (
+    ASSUMED,
+    ELEMENT,
+    GPUS_PER_NODE,
+    Assumptions,
+    Placement,
+    PlannedModel,
+    Workload,
+    placement_of,
+)
 from tepo_megatron.doctor.plan.layers import (
     attention_layers,
     delta_rule_operations,
@@ -23,10 +31,7 @@ from tepo_megatron.doctor.plan.layers import (
     projection_operations,
     sequence_state_bytes,
 )
-from tepo_megatron.doctor.plan.memory import TrainerMemory, has_teacher, state_bytes
-from tepo_megatron.doctor.plan.memory_parts import ELEMENT, PlannedModel
-from tepo_megatron.doctor.plan.placement import Placement, placement_of
-from tepo_megatron.doctor.plan.workload import Workload
+from tepo_megatron.doctor.plan.memory import TrainerMemory, generating, has_teacher, kv_bytes, state_bytes
 from tepo_megatron.models.ops import Architecture
 
 REFILLS = "sample again, for what was dropped"

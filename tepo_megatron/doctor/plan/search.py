@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from tepo_megatron.actor.layout import check_layout, divisors
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportConfig, SyncConfig, UrlServerConfig
-from tepo_megatron.doctor.plan.engine_memory import kv_bytes
-from tepo_megatron.doctor.plan.gpus import GIB, GPUS_PER_NODE
+from tepo_megatron.doctor.plan.inputs import GIB, GPUS_PER_NODE, MemoryState, placement_of
 from tepo_megatron.doctor.plan.layers import sequence_state_bytes
-from tepo_megatron.doctor.plan.memory import TrainerMemory, states
-from tepo_megatron.doctor.plan.memory_parts import MemoryState
-from tepo_megatron.doctor.plan.placement import placement_of
+from tepo_megatron.doctor.plan.memory import TrainerMemory, kv_bytes, states
 from tepo_megatron.doctor.plan.roofline import Predictor, StepPrediction
 
 

@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from tepo_megatron.base.errors import ConfigError, RolloutError, SyncError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, RolloutError, SyncError, excerpt
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.engines.engine import ENGINE_PARTS, INITIAL_VERSION, UNKNOWN_VERSION, EnginePart
 from tepo_megatron.engines.engine_api import INITIAL_LABEL, EngineApi, Send, ServerInfo
 from tepo_megatron.engines.partial import GenerationRequest
-from tepo_megatron.engines.request_spans import WEIGHTS, add_generation
 from tepo_megatron.engines.samples import answer_bytes
-from tepo_megatron.engines.servers.client import Client, RequestFailed
+from tepo_megatron.engines.servers.client import WEIGHTS, Client, RequestFailed, add_generation
 from tepo_megatron.engines.servers.server import Server, ServerAddress
 from tepo_megatron.monitor.tracer import tracer
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors

@@ -1,6 +1,6 @@
 """The servers of a fleet as one pool: start and end them, keep them running, and know which of them serve its weights.
 
-Everything that concerns servers runs in the event loop of the pool. `routing.py` (sampling), `updates.py` (weights) and
+Everything that concerns servers runs in the event loop of the pool. `fleet.py` (sampling), `updates.py` (weights) and
 `fleet.py` (the rest of an engine) share one pool.
 """
 
@@ -14,7 +14,7 @@ import psutil
 
 from tepo_megatron.base.errors import RolloutError, SyncError
 from tepo_megatron.base.loop import LoopThread
-from tepo_megatron.base.open_files import SPARE_FILES, raise_open_file_limit
+from tepo_megatron.base.processes import SPARE_FILES, raise_open_file_limit
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.engines.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.engines.servers.client import CONTROL_CONNECTIONS

@@ -1,6 +1,8 @@
-"""The folder in which a run and each `tepo serve` that serves it find each other. All their machines see it.
+"""The folder in which a run and each `tepo serve` that serves it find each other, and the key that every server requires.
 
-    key       the key of servers and links, unless TEPO_SERVER_KEY gives it (`server_key.py`)
+All their machines see the folder.
+
+    key       the key of servers and links, unless TEPO_SERVER_KEY gives it
     run.json  where the run that wants servers listens (`RunAddress`)
 
 The servers write their logs there. The folder and both files belong to one user alone: whoever could write in it would be sent
@@ -124,3 +126,35 @@ def own_addresses() -> list[str]:
     addresses = {a.address for nic in nics for a in nic if a.family in (socket.AF_INET, socket.AF_INET6)}
     outer = [a for a in sorted(addresses) if "%" not in a and not ipaddress.ip_address(a).is_loopback]
     return [socket.gethostname(), *outer, "127.0.0.1"]
+
+
+KEY_VARIABLE = "TEPO_SERVER_KEY"
+KEY_FILE = "key"
+SHORTEST_KEY = 16  # characters
+
+
+def make_key(folder: Path) -> str:
+    """Return the servers' key: TEPO_SERVER_KEY, or the content of the key file, which is made if it is missing."""
+    check_owner(folder)
+    if (key := key_from_environment()) is not None:
+        return key
+    path = folder / KEY_FILE
+    if (text := read_private(path)) is None:
+        write_private(path, secrets.token_urlsafe(32) + "\n")
+        text = read_private(path) or ""
+    return checked_key(text.strip(), str(path))
+
+
+def key_from_environment() -> str | None:
+    """Return the key in TEPO_SERVER_KEY; None if it is not set. Raises ConfigError for an unusable key."""
+    key = os.environ.get(KEY_VARIABLE)
+    return None if key is None else checked_key(key, KEY_VARIABLE)
+
+
+def checked_key(key: str, source: str) -> str:
+    """Return `key`. Raise ConfigError if an HTTP header cannot hold it or it could be guessed."""
+    if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{source}: the servers' key has {SHORTEST_KEY} printable characters at least, and no space; make a new one"
+        )
+    return key

@@ -1,8 +1,8 @@
 """`tepo serve`: run the servers of a config on this machine for runs on other machines, one run after the other.
 
 The servers are started, watched and restarted as a run's own servers are. Meanwhile this process looks for the address of a run
-in the rendezvous folder, connects (`link.py`), and tells which servers are up. When the link ends, nobody knows the weights of
-the servers that the run has used: they are ended and started again, for the next run.
+in the rendezvous folder, connects (`listener.py`), and tells which servers are up. When the link ends, nobody knows the weights
+of the servers that the run has used: they are ended and started again, for the next run.
 
 Nobody starts a server while ranks own its GPUs. A `hold` outlives its link, because ranks may outlive their service: nothing is
 started until a process of the same run says `free`, or this `tepo serve` is ended by its user. A `tepo serve` that begins asks
@@ -25,10 +25,9 @@ from tepo_megatron.dist.rendezvous_store import is_loopback
 from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.engines import ENGINES, local_servers
 from tepo_megatron.engines.servers.endpoint import ServerConnection
-from tepo_megatron.engines.servers.link import Link, connect
-from tepo_megatron.engines.servers.remote import fingerprint
-from tepo_megatron.engines.servers.rendezvous import create, read_address
-from tepo_megatron.engines.servers.server_key import make_key
+from tepo_megatron.engines.servers.listener import Link, connect
+from tepo_megatron.engines.servers.rendezvous import create, make_key, read_address
+from tepo_megatron.engines.servers.server import fingerprint
 from tepo_megatron.engines.servers.slot import Incarnation, PlannedRestart, ServerSlot
 
 LOOK_SECONDS = 0.5  # poll interval for the address of a run

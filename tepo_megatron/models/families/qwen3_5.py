@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tepo_megatron.base.errors import ConversionError
-from tepo_megatron.models.families.family import Family, Layers, WeightMapping, positive
-from tepo_megatron.models.families.tensors import OUTER, QK_NORM, swiglu
+from tepo_megatron.models.families.family import OUTER, QK_NORM, Family, Layers, WeightMapping, positive, swiglu
 from tepo_megatron.models.ops import FusedGatedQKV, FusedHeads, LinearAttention, Op, Replicated, Split
 
 _LINEAR, _FULL = "linear_attention", "full_attention"

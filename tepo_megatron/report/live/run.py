@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tepo_megatron.base.errors import ConfigError, DataError
-from tepo_megatron.base.escaping import excerpt
+from tepo_megatron.base.errors import ConfigError, DataError, excerpt
 from tepo_megatron.base.records import parse_lines, steps_of
 from tepo_megatron.base.run_lock import is_gone
 from tepo_megatron.config import Config
@@ -16,8 +15,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.monitor.sinks import METRICS_FILE
 from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
-from tepo_megatron.report.curves import BUCKETS, Curves
-from tepo_megatron.report.figures import NOTHING, table
+from tepo_megatron.report.curves import BUCKETS, NOTHING, Curves, table
 from tepo_megatron.report.panels import sections, time_shares
 from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
 

@@ -10,8 +10,16 @@ from tepo_megatron.monitor.run_dir import audit_folder
 from tepo_megatron.report.audit.reading import read_batch, read_update
 from tepo_megatron.report.chart import rounded
 from tepo_megatron.report.run import RunRecord
-from tepo_megatron.report.samples import ReportSample, find_tokenizer, read_folder, sample_of
-from tepo_megatron.report.words import TextSpan, of_text, of_tokens, shortened
+from tepo_megatron.report.samples import (
+    ReportSample,
+    TextSpan,
+    find_tokenizer,
+    of_text,
+    of_tokens,
+    read_folder,
+    sample_of,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

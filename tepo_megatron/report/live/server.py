@@ -25,9 +25,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tepo_megatron.base.errors import ConfigError, TepoError
-from tepo_megatron.base.escaping import excerpt
-from tepo_megatron.report.audit.command import audit_lines
+from tepo_megatron.base.errors import ConfigError, TepoError, excerpt
+from tepo_megatron.report.audit.tables import audit_lines
 from tepo_megatron.report.live.run import LiveRun, compared
 from tepo_megatron.report.live.samples import ORDERS, SampleReader
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from tepo_megatron.base.open_files import raise_open_file_limit
+from tepo_megatron.base.processes import raise_open_file_limit
 from tepo_megatron.base.types import Prompt
 from tepo_megatron.rollout.conversation import Conversation
 from tepo_megatron.rollout.environment import EnvironmentStep, play

@@ -8,7 +8,7 @@
 
 import aiohttp
 
-from tepo_megatron.base.open_files import raise_open_file_limit
+from tepo_megatron.base.processes import raise_open_file_limit
 from tepo_megatron.rollout.agent import Agent, AgentTask, openai_agent
 
 

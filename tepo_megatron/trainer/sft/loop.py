@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.base.atomic import replace_file
 from tepo_megatron.base.errors import DataError, RunStopped
 from tepo_megatron.base.save_requests import STOP, answer_stop, answer_trace, asked, take_trace
+from tepo_megatron.base.storage import replace_file
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, DataConfig, SftConfig
@@ -27,7 +27,7 @@ from tepo_megatron.monitor import hang_watchdog
 from tepo_megatron.monitor.metrics import Metrics
 from tepo_megatron.monitor.run_dir import rename_outcome
 from tepo_megatron.monitor.sinks import Column, RunLog
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.service.batch_memory import BatchMemory
 from tepo_megatron.trainer.batch_receiver import BatchReceiver
 from tepo_megatron.trainer.sft.conversations import Demonstration, load_all

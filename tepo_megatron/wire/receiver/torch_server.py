@@ -27,9 +27,8 @@ from tepo_megatron.dist.own_peers import guard_process_groups
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.wire.receiver import lifeline
 from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE, encode
-from tepo_megatron.wire.receiver.receiver import RankReceiver
+from tepo_megatron.wire.receiver.receiver import NEVER_SENT, OUTPUT_LAYER, RankReceiver, tensor_shapes
 from tepo_megatron.wire.receiver.torch_sampler import Job, RunningBatch, SampleRequest
-from tepo_megatron.wire.receiver.weight_files import NEVER_SENT, OUTPUT_LAYER, tensor_shapes
 
 KEY_VARIABLE = "TEPO_TORCH_KEY"
 FIRST_LABEL, NO_LABEL = "default", "none"  # of the weights of the model directory; of weights that are not complete

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from tepo_megatron.base.types import Denominators, TokenStats
 from tepo_megatron.losses import Objective
-from tepo_megatron.losses.inputs import LossInputs
+from tepo_megatron.losses.objective import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
-from tepo_megatron.ops.segments import Segments
+from tepo_megatron.ops.context_parallel import Segments
 from tepo_megatron.report.audit.reference import Formula
 from tests.conformance.answers import Loss
 from tests.conformance.parts import Part

@@ -10,7 +10,7 @@ import yaml
 
 from examples.paper.dapo_math import convert
 from tepo_megatron.base.errors import DataError
-from tepo_megatron.command.preflight import preflight
+from tepo_megatron.command.start import preflight
 from tepo_megatron.config.io import load_config
 from tepo_megatron.config.objective import ClipCov, KlCov, Steer
 from tepo_megatron.evaluation.problems import check_sources

@@ -199,7 +199,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="a_proof_that_nobody_checks",
-        source="own (engines/servers/link.py)",
+        source="own (engines/servers/listener.py)",
         bug="A connection to a run counts as a `tepo serve` once it has sent a proof, whatever the proof is.",
         cost="Any process of the network offers servers, to which the run sends its weights and takes samples from.",
         symbol="Link.greet",

@@ -114,7 +114,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="the_count_grows_with_every_parameter",
-        source="own comment in dist/platform/adam.py (Megatron 0.16 with torch's AdamW)",
+        source="own comment in dist/platform/mcore.py (Megatron 0.16 with torch's AdamW)",
         bug=(
             "One step counter was shared by all parameters and advanced once for each, so bias correction was "
             "over after the first update."

@@ -15,9 +15,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.evaluation import Accuracy, write_evaluation
 from tepo_megatron.evaluation.statistics import over_problems, paired_difference
 from tepo_megatron.monitor import run_dir
-from tepo_megatron.report.ablation.ablate import ablate, cells, to_json, verdict
+from tepo_megatron.report.ablation.ablate import MethodRow, ablate, cells, to_json, verdict
 from tepo_megatron.report.ablation.plan import read_plan
-from tepo_megatron.report.ablation.results import MethodRow
 from tepo_megatron.service.method import resolve
 
 BASE = {"name": "b", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tepo_megatron.evaluation.statistics import Estimate, over_problems, paired_difference, standard_error
-from tepo_megatron.report.ablation.results import steps_to_share_of_best
+from tepo_megatron.report.ablation.ablate import steps_to_share_of_best
 
 RUN = {0: {1: 1.0, 2: 0.0, 3: 0.5}, 1: {1: 1.0, 2: 0.5, 3: 0.0}}
 BASELINE = {0: {1: 0.0, 2: 0.0, 3: 0.5}, 1: {1: 1.0, 2: 0.0, 3: 0.5}}

@@ -10,7 +10,7 @@ import torch
 
 from tepo_megatron.base.errors import CheckpointError
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint.files import (
+from tepo_megatron.checkpoint.folder import (
     MANIFEST,
     ChecksummedFile,
     FileChecksum,

@@ -12,8 +12,7 @@ from tepo_megatron.actor.passed_fields import check_passed_fields, passed_fields
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.config.megatron import CHECKED, TESTED, untested_fields
-from tepo_megatron.config.owned_fields import OWNED
+from tepo_megatron.config.megatron import CHECKED, OWNED, TESTED, untested_fields
 from tepo_megatron.doctor import machine
 from tepo_megatron.models.ops import Architecture, Experts
 from tests.parallel import cases

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.data import readers
-from tepo_megatron.data.arrow import parquet
 from tepo_megatron.data.readers import JsonLines
+from tepo_megatron.data.sources import parquet
 from tests.datasets import load, write
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import DataConfig, SftConfig
-from tepo_megatron.data.chat import Encoder
+from tepo_megatron.data.rendering import Encoder
 from tepo_megatron.trainer.sft.conversations import load_conversations
 from tests.datasets import write
 

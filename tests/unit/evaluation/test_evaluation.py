@@ -18,7 +18,7 @@ from tepo_megatron.config.io import validate
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
 from tepo_megatron.evaluation.held_out import Accuracy, accuracy, evaluate
 from tepo_megatron.monitor.metrics import Metrics, counts
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rollout.containment import lost_sample
 from tepo_megatron.trainer.gate import check_mismatch
 from tepo_megatron.trainer.step_log import StepLog

@@ -8,10 +8,10 @@ import torch
 
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.types import Rollout
-from tepo_megatron.command.preflight import preflight
+from tepo_megatron.command.start import preflight
 from tepo_megatron.config.io import validate
 from tepo_megatron.monitor.metrics import Metrics
-from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rewards.terms import OverlongShaping
 from tepo_megatron.rollout import record
 from tepo_megatron.service.method import Method, resolve
 from tepo_megatron.service.opening import method_lines, open_driver

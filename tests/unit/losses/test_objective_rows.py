@@ -14,7 +14,7 @@ from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.report.audit import advantages as reference
 from tepo_megatron.report.audit.reference import Formula
-from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rewards.terms import OverlongShaping
 from tests.objective_cases import Batch, compare, draw, fair_cases, method_of, replaced
 from tests.reference.methods import METHODS
 from tests.reference.minibatches import shares

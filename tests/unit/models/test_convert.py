@@ -356,8 +356,9 @@ def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
 
 def test_the_command_finds_its_folders_before_megatron_is_imported() -> None:
     """The platform redirects Megatron at its first import; a world that is forked here has activated it already."""
-    code = "import sys, tepo_megatron.checkpoint.convert.places; assert not any(n.startswith('megatron') for n in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600)
+    code = "import sys, tepo_megatron.checkpoint.convert.directories; "
+    check = "assert not any(n.startswith('megatron') for n in sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, check=True, timeout=600)
 
 
 @pytest.mark.full

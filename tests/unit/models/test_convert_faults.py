@@ -18,7 +18,7 @@ import torch
 from benchmarks._weights import write_model
 from tepo_megatron.base.errors import CheckpointError
 from tepo_megatron.checkpoint.convert import exporting
-from tepo_megatron.checkpoint.convert.output import new_directory
+from tepo_megatron.checkpoint.convert.directories import new_directory
 from tests.tiny import change_config, change_tensors, tensors, tiny_qwen3
 from tests.unit.models.test_convert import ROOT, command, convert, in_bf16, succeed
 from tests.worlds import run_world

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tepo_megatron.base.gpus import GPUS
+from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.models.families import find_family, read_config
-from tepo_megatron.models.operations import forward_operations
-from tepo_megatron.monitor.timing import Clock
-from tepo_megatron.trainer.learning import BatchUpdates
+from tepo_megatron.monitor.tracer import Clock
+from tepo_megatron.trainer.learning import BatchUpdates, forward_operations
 from tests.tiny import tiny_qwen3
 
 

@@ -13,7 +13,7 @@ from tepo_megatron.config import ShmTransportConfig, SyncConfig
 from tepo_megatron.sync.push import check_one_host
 from tepo_megatron.sync.stores import make_folder, write_file
 from tepo_megatron.wire.bucket_format import crc32
-from tepo_megatron.wire.receiver.weight_files import tensors
+from tepo_megatron.wire.receiver.receiver import tensors
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
-from tepo_megatron.actor.linear_kernels import packed_convolution, positions
+from tepo_megatron.actor.linear_attention import packed_convolution, positions
 from tepo_megatron.ops.gated_delta_rule import SequenceChunks, gated_delta_rule, normalize
 from tests.reference.hybrid import widen
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.packing import PrefixGroups
 from tepo_megatron.ops.pipeline_time import Pipeline, tapered
 from tepo_megatron.ops.planning import Plan, plan_microbatches, sequence_costs
-from tepo_megatron.ops.shared_prompts import PrefixGroups
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=0, max_size=40)
 PIPELINES = st.sampled_from([Pipeline(), Pipeline(2), Pipeline(4), Pipeline(2, 2)])

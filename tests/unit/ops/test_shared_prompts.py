@@ -12,10 +12,9 @@ from tepo_megatron.actor import build
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.config import ModelConfig, TrainingConfig
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.packing import pack
+from tepo_megatron.ops.packing import PrefixGroups, pack, pieces_of
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import plan_microbatches
-from tepo_megatron.ops.shared_prompts import PrefixGroups, pieces_of
 
 CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
 SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=1, max_size=9)  # (prompt, |y|)

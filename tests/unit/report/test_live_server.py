@@ -14,9 +14,9 @@ import torch
 
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.losses import OBJECTIVES
-from tepo_megatron.report.audit.command import print_audit
 from tepo_megatron.report.audit.comparison import audit_step
 from tepo_megatron.report.audit.reading import read_batch
+from tepo_megatron.report.audit.tables import print_audit
 from tepo_megatron.report.live import watch
 from tepo_megatron.report.live.samples import KEEP_SAMPLES, KEEP_TOKENS
 from tepo_megatron.report.live.server import LivePage

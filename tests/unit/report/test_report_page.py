@@ -16,7 +16,7 @@ from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.command import parsers
 from tepo_megatron.report import panels
 from tepo_megatron.report.comparison import compare, names
-from tepo_megatron.report.held_out import read_held_out
+from tepo_megatron.report.evaluations import read_held_out
 from tepo_megatron.report.run import read_run
 from tepo_megatron.report.write import write_comparison, write_page, write_report
 from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run

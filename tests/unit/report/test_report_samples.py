@@ -6,8 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.report.run import RunRecord, read_run
-from tepo_megatron.report.samples import read_samples
-from tepo_megatron.report.words import TextSpan, of_text, of_tokens
+from tepo_megatron.report.samples import TextSpan, of_text, of_tokens, read_samples
 from tepo_megatron.rollout import record
 from tests.report_runs import measured, record_step, rollout, write_run
 from tests.tiny import EOS, VOCAB_SIZE, char_tokenizer

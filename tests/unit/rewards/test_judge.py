@@ -16,7 +16,7 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.rewards import remote
 from tepo_megatron.rewards.build import build_reward, check_reward
-from tepo_megatron.rewards.judge import LEAST_JUDGED, RETRY_TEMPERATURE
+from tepo_megatron.rewards.remote import LEAST_JUDGED, RETRY_TEMPERATURE
 from tests.graded import decode, rollout
 
 Script = Callable[[dict[str, Any]], Any]

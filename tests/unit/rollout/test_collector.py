@@ -13,8 +13,8 @@ from tepo_megatron.base.errors import SyncError
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
-from tepo_megatron.monitor.timing import Clock
-from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.monitor.tracer import Clock
+from tepo_megatron.rewards.terms import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.trainer.step_log import StepLog
 from tests.scripted_groups import ScriptedGroups

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.wire.receiver import sglang_answers, vllm_answers
+from tepo_megatron.wire.receiver import sglang_server, vllm_middleware
 from tepo_megatron.wire.receiver.binary_answer import ids_crc
 
 
@@ -29,19 +29,19 @@ def vllm_output(versions: list[str], chosen: int = 1) -> Any:
 @pytest.mark.parametrize("chosen", [1, 2])
 def test_a_vllm_output_becomes_a_sample(chosen: int) -> None:
     output = vllm_output(["3"], chosen)
-    assert vllm_answers.is_plain(output)
-    sample = vllm_answers.to_sample(output, [8, 9], experts=False)
-    assert sample.ids_T.tolist() == [5, 6, 7] and sample.logprobs_T.tolist() == [-0.5, vllm_answers.LEAST_LOGPROB, -0.25]
+    assert vllm_middleware.is_plain(output)
+    sample = vllm_middleware.to_sample(output, [8, 9], experts=False)
+    assert sample.ids_T.tolist() == [5, 6, 7] and sample.logprobs_T.tolist() == [-0.5, vllm_middleware.LEAST_LOGPROB, -0.25]
     masks = None if sample.masks is None else [part.tolist() for part in sample.masks]
     assert masks == (None if chosen == 1 else [[5, 99, 6, 99, 7, 99], [2, 2, 2]])
     assert (sample.label, sample.finish_reason, sample.experts) == ("3", "length", None)
     assert (sample.prompt_tokens, sample.prompt_crc) == (2, ids_crc([8, 9]))
-    assert vllm_answers.to_sample(output, [8, 9], experts=True).experts is output.routed_experts
+    assert vllm_middleware.to_sample(output, [8, 9], experts=True).experts is output.routed_experts
 
 
 def test_a_vllm_output_of_several_versions_names_all_of_them() -> None:
-    assert vllm_answers.to_sample(vllm_output(["3", "4"]), [8], experts=False).label == "3+4"
-    assert vllm_answers.to_sample(vllm_output([]), [8], experts=False).label == ""
+    assert vllm_middleware.to_sample(vllm_output(["3", "4"]), [8], experts=False).label == "3+4"
+    assert vllm_middleware.to_sample(vllm_output([]), [8], experts=False).label == ""
 
 
 def sglang_answer(ids: list[int]) -> dict[str, Any]:
@@ -52,4 +52,4 @@ def sglang_answer(ids: list[int]) -> dict[str, Any]:
 
 def test_log_probs_of_other_tokens_are_no_sample() -> None:
     for ids in ([5, 7], [6, 5], [5], [5, 6, 7]):
-        assert sglang_answers.to_sample(sglang_answer(ids), experts=False) is None
+        assert sglang_server.to_sample(sglang_answer(ids), experts=False) is None

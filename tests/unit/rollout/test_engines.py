@@ -8,12 +8,11 @@ import torch
 from transformers import Qwen3_5Config
 
 from tepo_megatron.base.errors import ConfigError
-from tepo_megatron.command.preflight import preflight
+from tepo_megatron.command.start import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.engines.engine_api import LaunchSpec
-from tepo_megatron.engines.engines import first_server_device, launch_of
-from tepo_megatron.engines.model_checks import check_linear_attention
+from tepo_megatron.engines.engines import check_linear_attention, first_server_device, launch_of
 from tepo_megatron.engines.servers.environment import devices
 from tests.tiny import hybrid_config, tiny_model, tiny_qwen3
 

@@ -12,7 +12,7 @@ import pytest
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import DataConfig, LimitsConfig
 from tepo_megatron.data import text_functions
-from tepo_megatron.data.chat import Encoder
+from tepo_megatron.data.rendering import Encoder
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tests.unit.rollout.test_gateway import CHATML, Scripted, tokenizer

@@ -16,10 +16,11 @@ from tepo_megatron.base.errors import RolloutError, SyncError
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.engines.engine_api import LaunchSpec
-from tepo_megatron.engines.servers import routing, slot
+from tepo_megatron.engines.servers import fleet as engine_fleet
+from tepo_megatron.engines.servers import slot
 from tepo_megatron.engines.servers.endpoint import Endpoint
 from tepo_megatron.engines.servers.fleet import Fleet
-from tepo_megatron.engines.servers.local import LocalServer
+from tepo_megatron.engines.servers.server import LocalServer
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
 from tests.waiting import until
@@ -58,7 +59,7 @@ def fleet(
         endpoints.append(Endpoint(server, api, cfg.server, launch.max_model_len))
     with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
         patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
-        patch.setattr(routing, "ATTEMPTS", attempts)
+        patch.setattr(engine_fleet, "ATTEMPTS", attempts)
         made.start()
         made.wait_ready()
         yield made

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.loop import LoopThread
-from tepo_megatron.base.open_files import SPARE_FILES
+from tepo_megatron.base.processes import SPARE_FILES
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.data import text_functions

@@ -15,9 +15,8 @@ import pytest
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.loop import LoopThread
 from tepo_megatron.config import RendezvousServerConfig
-from tepo_megatron.engines.servers import link, listener
-from tepo_megatron.engines.servers.link import Link, NotProven, connect
-from tepo_megatron.engines.servers.listener import MOST_UNPROVEN, RunListener
+from tepo_megatron.engines.servers import listener
+from tepo_megatron.engines.servers.listener import MOST_UNPROVEN, Link, NotProven, RunListener, connect
 from tepo_megatron.engines.servers.rendezvous import RunAddress, create, read_address, write_address
 from tests import hosts
 from tests.waiting import until
@@ -137,7 +136,7 @@ ATTACKS: dict[str, Callable[[Run], list[bytes]]] = {
 def test_who_does_not_know_the_key_gets_no_message_and_disturbs_nobody(
     attack: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "GREETING_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "GREETING_SECONDS", 1.0)
     assert run.works()
     answers = ATTACKS[attack](run)
     assert b"".join(answers[2:]) == b"" and run.key.encode() not in b"".join(answers)
@@ -148,7 +147,7 @@ def test_who_does_not_know_the_key_gets_no_message_and_disturbs_nobody(
 def test_a_wrong_key_is_named_and_silent_connections_make_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotProven, match="does not know the key"):
         run.connected("another-key-than-theirs")
-    monkeypatch.setattr(link, "GREETING_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "GREETING_SECONDS", 1.0)
     silent = [raw(run) for _ in range(MOST_UNPROVEN + 8)]
     assert run.works()  # on the link that there is
     begun = time.monotonic()
@@ -201,7 +200,7 @@ def test_a_serve_that_is_cut_off_is_waited_for_before_ranks_get_the_devices(run:
 
 END = """
 import asyncio, sys, time
-from tepo_megatron.engines.servers.link import Link, connect
+from tepo_megatron.engines.servers.listener import Link, connect
 
 async def use(link):
     print("linked", flush=True)

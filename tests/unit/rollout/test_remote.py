@@ -32,9 +32,17 @@ from tepo_megatron.engines.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.servers import slot
 from tepo_megatron.engines.servers.fleet import Fleet
-from tepo_megatron.engines.servers.local import LocalServer
-from tepo_megatron.engines.servers.rendezvous import ADDRESS_FILE, RunAddress, create, read_address, write_address
-from tepo_megatron.engines.servers.server_key import KEY_FILE, KEY_VARIABLE, make_key
+from tepo_megatron.engines.servers.rendezvous import (
+    ADDRESS_FILE,
+    KEY_FILE,
+    KEY_VARIABLE,
+    RunAddress,
+    create,
+    make_key,
+    read_address,
+    write_address,
+)
+from tepo_megatron.engines.servers.server import LocalServer
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
 from tests.unit.rollout.test_sleep import released
@@ -346,7 +354,7 @@ def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.Mo
 
 
 def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.wire.receiver.vllm_auth import API_KEY_VARIABLE, RequireKey
+    from tepo_megatron.wire.receiver.vllm_middleware import API_KEY_VARIABLE, RequireKey
 
     for key in (None, ""):
         monkeypatch.delenv(API_KEY_VARIABLE, raising=False)

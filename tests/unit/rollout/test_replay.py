@@ -11,7 +11,7 @@ from tepo_megatron.base.errors import DataError
 from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import Config
 from tepo_megatron.monitor.metrics import Metrics
-from tepo_megatron.monitor.timing import Clock
+from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.record import Replay
 from tests.parallel import resume_worlds as w

@@ -16,8 +16,8 @@ from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.servers.endpoint import Endpoint
 from tepo_megatron.engines.servers.fleet import Fleet
 from tepo_megatron.engines.servers.pool import ServerPool
-from tepo_megatron.engines.servers.remote import NamedServer
-from tepo_megatron.engines.servers.server_key import KEY_VARIABLE
+from tepo_megatron.engines.servers.rendezvous import KEY_VARIABLE
+from tepo_megatron.engines.servers.server import NamedServer
 from tepo_megatron.engines.vllm import VllmApi
 from tests.counting_servers import CountingServer, serving
 

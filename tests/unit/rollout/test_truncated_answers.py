@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.actor.masks import truncation_of
+from tepo_megatron.actor.output_stats import truncation_of
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.engines.model_checks import check_truncation
+from tepo_megatron.engines.engines import check_truncation
 from tepo_megatron.engines.partial import ABORTED, GenerationRequest, merge
 from tepo_megatron.engines.samples import checked_rollout
 from tepo_megatron.engines.sglang import SglangApi

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.wire.receiver.weight_files import UpdateTracker, check_files, tensors
+from tepo_megatron.wire.receiver.receiver import UpdateTracker, check_files, tensors
 
 MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
 

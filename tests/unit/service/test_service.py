@@ -17,7 +17,7 @@ import pytest
 
 from tepo_megatron.base.errors import DataError, RolloutError
 from tepo_megatron.base.memory_kills import MemoryKills
-from tepo_megatron.command.service_process import SERVICE, ServiceProcess
+from tepo_megatron.command.ranks import SERVICE, ServiceProcess
 from tepo_megatron.config.io import to_yaml, validate
 from tepo_megatron.service.messages import Waited, ended
 from tepo_megatron.service.trace import ServiceTrace
@@ -178,7 +178,7 @@ def test_a_service_that_is_stuck_in_its_start_is_noticed(monkeypatch: pytest.Mon
 def test_the_service_ends_with_the_launcher(number: signal.Signals) -> None:
     code = (
         "import time\n"
-        "from tepo_megatron.command.service_process import SERVICE, ServiceProcess\n"
+        "from tepo_megatron.command.ranks import SERVICE, ServiceProcess\n"
         "process = ServiceProcess(SERVICE, {})\n"
         "print(process.connect()[1], flush=True); time.sleep(60)\n"
     )

@@ -1,12 +1,33 @@
-"""Define the Qwen3-MoE family: Qwen3's attention, and experts in place of the feed-forward block in all or some layers."""
+"""Define the Qwen families with attention in all layers: Qwen2 and Qwen2.5, Qwen3, and Qwen3-MoE.
+
+All have GQA and SwiGLU; the dense ones have tied or untied embeddings. Qwen2 has biases on q, k and v, Qwen3 RMS norms of each
+head's q and k. Qwen3-MoE has Qwen3's attention, and experts in place of the feed-forward block in all or some layers.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from tepo_megatron.base.errors import ConversionError
-from tepo_megatron.models.families.family import Family, positive
-from tepo_megatron.models.families.tensors import DECODER, QK_NORM, experts, swiglu
+from tepo_megatron.models.families.family import DECODER, QK_NORM, QKV_BIAS, Family, experts, positive, swiglu
 from tepo_megatron.models.ops import Experts
+
+QWEN2 = Family(
+    name="qwen2",
+    rows=DECODER + QKV_BIAS + swiglu(),
+    qkv_bias=True,
+    required={"use_sliding_window": (False,), "use_mrope": (False,)},
+    no_effect=frozenset({"sliding_window", "max_window_layers"}),  # no effect without use_sliding_window
+)
+
+
+QWEN3 = Family(
+    name="qwen3",
+    rows=DECODER + QK_NORM + swiglu(),
+    qk_norm=True,
+    required={"attention_bias": (False,), "use_sliding_window": (False,)},
+    no_effect=frozenset({"sliding_window", "max_window_layers"}),  # no effect without use_sliding_window
+    defaults={"head_dim": 128},
+)
 
 
 def read_experts(hf: Mapping[str, Any]) -> Experts:
@@ -27,7 +48,7 @@ def read_experts(hf: Mapping[str, Any]) -> Experts:
     )
 
 
-FAMILY = Family(
+QWEN3_MOE = Family(
     name="qwen3_moe",
     rows=DECODER + QK_NORM + swiglu("dense") + experts("mlp", "gate_proj", "up_proj", "down_proj"),
     qk_norm=True,

@@ -1,10 +1,16 @@
-"""Middleware that runs inside the vLLM server through its `--middleware` option: it answers `/v1/completions` in binary.
+"""Middlewares that run inside the vLLM server through its `--middleware` option: the key for every route, and binary answers.
 
-vLLM builds its JSON answer from objects of one token each, 4 CPU seconds per million tokens. Here the ids and log-probs go from
-the engine's lists into arrays, and tokens are not turned into text. Facts are of vLLM 0.32.
+vLLM 0.32 requires its API key only under /v1 and a few other prefixes. Anyone who reaches the port could still pause the engine
+or replace its weights, and a loopback port can be reached by all users of the machine.
+
+`/v1/completions` is answered in binary. vLLM builds its JSON answer from objects of one token each, 4 CPU seconds per million
+tokens. Here the ids and log-probs go from the engine's lists into arrays, and tokens are not turned into text. Facts are of
+vLLM 0.32.
 """
 
 import functools
+import hmac
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +18,46 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.wire.receiver.binary_answer import App, BinaryAnswers, Sample, current, encode, ids_crc
+from tepo_megatron.wire.receiver.binary_answer import (
+    App,
+    BinaryAnswers,
+    Message,
+    Receive,
+    Sample,
+    Send,
+    current,
+    encode,
+    ids_crc,
+)
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+OPEN_PATHS = frozenset({"/health"})
+
+
+class RequireKey:
+    """Answer 401 to every HTTP request without `Authorization: Bearer $VLLM_API_KEY`, except OPEN_PATHS. Refuse websockets."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        if not (key := os.environ.get(API_KEY_VARIABLE)):
+            raise RuntimeError(f"{API_KEY_VARIABLE} is not set: without a key anyone could replace the weights")
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "http" and not self._admits(scope):
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+        else:
+            await self._app(scope, receive, send)
+
+    def _admits(self, scope: Message) -> bool:
+        if scope["path"] in OPEN_PATHS:
+            return True
+        return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected)
+
 
 LEAST_LOGPROB = -9999.0  # vLLM's JSON has this instead of lower log-probs
 

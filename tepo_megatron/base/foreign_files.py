@@ -1,4 +1,7 @@
-"""Recognize files that lie in the place of others: by their first bytes, with the command that gives the right one."""
+"""Files that others wrote: recognize one in the place of another by its first bytes, and read the stop tokens of a model."""
+
+from collections.abc import Mapping
+from typing import Any
 
 _BEGINNINGS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch that (`git lfs pull`, or `hf download`)"),
@@ -27,3 +30,10 @@ def foreign_kind(beginning: bytes) -> str | None:
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "an HTML or XML page, as servers send for a wrong address or a missing login; download the file itself again"
     return next((kind for start, kind in _BEGINNINGS if beginning.startswith(start)), None)
+
+
+def eos_token_ids(hf_config: Mapping[str, Any]) -> set[int]:
+    """Return the end-of-sequence tokens of a config.json or generation_config.json."""
+    text = hf_config.get("text_config") or {}  # of a model that also reads images
+    values = (part.get("eos_token_id") for part in (hf_config, text))
+    return {token for value in values for token in (value if isinstance(value, list) else [value]) if token is not None}
