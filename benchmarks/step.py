@@ -102,7 +102,7 @@ class OurStep:
         from tepo_megatron.actor.accumulator import mismatch
         from tepo_megatron.base.types import TrainBatch
         from tepo_megatron.losses.advantages import group_advantages
-        from tepo_megatron.trainer.step_log import StepLog
+        from tepo_megatron.trainer.driver import StepLog
 
         actor, log, out = self.actor, StepLog(), []
         self.steps += 1

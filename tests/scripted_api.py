@@ -8,9 +8,8 @@ from pathlib import Path
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.engines.engine import EnginePart
+from tepo_megatron.engines.engine import EnginePart, GenerationRequest
 from tepo_megatron.engines.engine_api import Exchange, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
-from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.samples import checked_rollout, parsed
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.wire.bucket_format import Bucket, Source

@@ -11,7 +11,7 @@ from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.monitor import run_dir
 
 if TYPE_CHECKING:
-    from tepo_megatron.command.nodes import Nodes
+    from tepo_megatron.command.launcher import Nodes
 
 
 def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -169,7 +169,7 @@ def sft(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _nodes(args: argparse.Namespace) -> "Nodes":
-    from tepo_megatron.command.nodes import Nodes
+    from tepo_megatron.command.launcher import Nodes
 
     return Nodes(args.nnodes, args.node_rank, args.rdzv_endpoint, args.rdzv_id)
 

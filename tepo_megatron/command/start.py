@@ -17,7 +17,7 @@ from typing import IO
 
 from tepo_megatron.base.errors import ConfigError, escaped
 from tepo_megatron.base.processes import WANTED, die_with_parent, raise_open_file_limit, reap
-from tepo_megatron.command.nodes import ONE_MACHINE, Nodes, refuse_torchrun
+from tepo_megatron.command.launcher import ONE_MACHINE, Nodes, refuse_torchrun
 from tepo_megatron.command.ranks import newest_step
 from tepo_megatron.config import Config, RewardConfig, RolloutConfig
 from tepo_megatron.config.io import differences, load_config, parse_overrides, plain
@@ -116,8 +116,7 @@ def preflight(cfg: Config, lengths: Mapping[str, int] | None = None) -> None:
     from tepo_megatron.engines.servers.environment import check_cache
     from tepo_megatron.evaluation.problems import check_sources
     from tepo_megatron.models.families import check_tokenizer, find_family, read_config
-    from tepo_megatron.models.fit import check_positions
-    from tepo_megatron.models.hf_io import HfReader
+    from tepo_megatron.models.hf_io import HfReader, check_positions
     from tepo_megatron.rewards.build import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.service.method import resolve

@@ -10,7 +10,7 @@ from tepo_megatron.base.types import Prompt
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.readers import Row, RowReader
 from tepo_megatron.data.rendering import Encoder
-from tepo_megatron.data.report import DatasetReport, RowFaults, shorten
+from tepo_megatron.data.rows import DatasetReport, DatasetRow, Deduplicator, RowFaults, key_of, raw_digest, shorten
 from tepo_megatron.data.schemas import (
     Messages,
     MissingKeyError,
@@ -23,7 +23,6 @@ from tepo_megatron.data.schemas import (
     same_gold,
 )  # fmt: skip
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.data.unique import DatasetRow, Deduplicator, key_of, raw_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

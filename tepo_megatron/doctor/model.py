@@ -14,8 +14,7 @@ from tepo_megatron.config import DataConfig, RewardConfig
 from tepo_megatron.data import load_data, load_tokenizer, stop_tokens
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.models.families import find_family, read_config
-from tepo_megatron.models.fit import check_tensors
-from tepo_megatron.models.hf_io import HfReader
+from tepo_megatron.models.hf_io import HfReader, check_tensors
 from tepo_megatron.models.ops import Architecture
 from tepo_megatron.rewards.build import build_reward
 

@@ -9,8 +9,7 @@ from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Rollout
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.engines.engine import INITIAL_VERSION, EnginePart
-from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.engine import INITIAL_VERSION, EnginePart, GenerationRequest
 from tepo_megatron.engines.servers.client import RequestFailed
 from tepo_megatron.engines.servers.process import LOOPBACK
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors

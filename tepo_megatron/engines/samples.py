@@ -12,8 +12,8 @@ from torch import Tensor
 from tepo_megatron.base.errors import RolloutError, excerpt
 from tepo_megatron.base.exchange import CONTROL_BYTES, BadAnswer, HttpAnswer
 from tepo_megatron.base.types import MASK_TIES, Prompt, Rollout, Routing, SamplingMask, SamplingParams, no_expert
+from tepo_megatron.engines.engine import ABORTED, GenerationRequest
 from tepo_megatron.engines.engine_api import StaleWeights, served_label
-from tepo_megatron.engines.partial import ABORTED, GenerationRequest
 from tepo_megatron.monitor.tracer import tracer
 from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE, TIMED, WITH_EXPERTS, decode, ids_crc
 

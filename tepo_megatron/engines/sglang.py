@@ -30,7 +30,7 @@ from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.dist.rendezvous_store import is_loopback
-from tepo_megatron.engines.engine import ENGINE_PARTS, EnginePart
+from tepo_megatron.engines.engine import ENGINE_PARTS, EnginePart, GenerationRequest
 from tepo_megatron.engines.engine_api import (
     DTYPES,
     Exchange,
@@ -41,7 +41,6 @@ from tepo_megatron.engines.engine_api import (
     even_if_refused,
     serialize,
 )
-from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.samples import (
     RETURN_EXPERTS,
     accepted,

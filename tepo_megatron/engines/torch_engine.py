@@ -13,9 +13,8 @@ from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.dist.rendezvous_store import is_loopback
-from tepo_megatron.engines.engine import EnginePart
+from tepo_megatron.engines.engine import EnginePart, GenerationRequest
 from tepo_megatron.engines.engine_api import DTYPES, Exchange, LaunchSpec, Send, ServerInfo, serialize
-from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.samples import accepted, binary_rollouts, prompt_seed
 from tepo_megatron.engines.servers.environment import cache_tokens, devices, on_this_machine, server_threads, without_torchrun
 from tepo_megatron.wire.broadcast_group import GroupSpec, UnchangedTensors

@@ -30,7 +30,7 @@ from tepo_megatron.evaluation.problems import Problems, load_benchmarks, load_fi
 from tepo_megatron.evaluation.results import figures, paper_table
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.models.families import find_family, read_config
-from tepo_megatron.models.fit import check_positions
+from tepo_megatron.models.hf_io import check_positions
 from tepo_megatron.monitor.run_dir import CONFIG_FILE
 from tepo_megatron.monitor.sinks import METRICS_FILE
 from tepo_megatron.rewards.build import build_reward, check_reward

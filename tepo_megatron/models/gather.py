@@ -21,7 +21,7 @@ from tepo_megatron.dist.objects import all_gather_object, same_error
 from tepo_megatron.dist.parallel import Axis, ParallelDims
 from tepo_megatron.models import hf_io
 from tepo_megatron.models.families import Family, WeightMapping, check_tokenizer
-from tepo_megatron.models.fit import check_tensors
+from tepo_megatron.models.hf_io import check_tensors
 from tepo_megatron.models.ops import Architecture, Replicated
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

@@ -1,4 +1,4 @@
-"""Charts as data. `templates/plots.js` draws them on every page, `picture.py` in report.png.
+"""Charts as data. `templates/plots.js` draws them on every page, `write.py` in report.png.
 
 Letters in shapes: P points.
 """

@@ -20,7 +20,7 @@ from tepo_megatron.base.errors import RolloutError, TepoError
 from tepo_megatron.base.seeding import derive_seed
 from tepo_megatron.base.types import Prompt, Rollout, SamplingMask, SamplingParams
 from tepo_megatron.config import LimitsConfig
-from tepo_megatron.engines.partial import continued
+from tepo_megatron.engines.engine import continued
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit
 

@@ -24,8 +24,7 @@ from tepo_megatron.dist.objects import broadcast_object
 from tepo_megatron.dist.parallel import ParallelDims
 from tepo_megatron.dist.platform.memory import HostArena
 from tepo_megatron.sync.buckets import BucketPlan
-from tepo_megatron.wire.bucket_format import Bucket, Source, crc32, pack
-from tepo_megatron.wire.ipc import IpcBuffer, export_buffer
+from tepo_megatron.wire.bucket_format import Bucket, IpcBuffer, Source, crc32, export_buffer, pack
 from tepo_megatron.wire.transport import Pending, StagedBucket, WeightReceiver
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
@@ -122,9 +121,9 @@ class FileTransport(StoredTransport):
 
 
 class IpcTransport(StoredTransport):
-    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers here map (`wire/ipc.py`).
+    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers on this machine map.
 
-    The buffers exist only during an update. Collectives: none. See `WeightTransport`.
+    The buffers (`wire/bucket_format.py`) exist only during an update. Collectives: none. See `WeightTransport`.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:

@@ -27,9 +27,9 @@ from tepo_megatron.losses import Objective
 from tepo_megatron.losses.advantages import check_some_are_whole, group_advantages, penalized, without_truncated
 from tepo_megatron.models.ops import Architecture
 from tepo_megatron.monitor.tracer import Clock, tracer
+from tepo_megatron.trainer.driver import StepLog
 from tepo_megatron.trainer.gate import WeightsGate
 from tepo_megatron.trainer.schedule import RolloutPart
-from tepo_megatron.trainer.step_log import StepLog
 
 
 def learn(

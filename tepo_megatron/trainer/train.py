@@ -24,13 +24,12 @@ from tepo_megatron.monitor.tracer import Clock, tracer
 from tepo_megatron.service.batch_memory import BatchHeader
 from tepo_megatron.sync.push import NoSync, WeightSync, check_one_host, make_weight_sync
 from tepo_megatron.trainer.batch_receiver import BatchReceiver
-from tepo_megatron.trainer.driver import Driver
+from tepo_megatron.trainer.driver import Driver, StepLog
 from tepo_megatron.trainer.gate import WeightsGate
 from tepo_megatron.trainer.learning import learn
 from tepo_megatron.trainer.placement import Colocated, Disaggregated, MemoryReport
 from tepo_megatron.trainer.schedule import Schedule, StopRequested, starting_point
 from tepo_megatron.trainer.service_client import ServiceAddress, ServiceClient, ServiceEngine, connected
-from tepo_megatron.trainer.step_log import StepLog
 from tepo_megatron.trainer.tracing import StepTracer
 
 

@@ -17,7 +17,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.engines import sglang
 from tepo_megatron.report.audit.comparison import audit_step
 from tepo_megatron.rollout import record
-from tepo_megatron.trainer.step_log import KEYS, PHASES
+from tepo_megatron.trainer.driver import KEYS, PHASES
 from tests.e2e.conftest import settings
 from tests.recorded import step_records, steps_taken
 

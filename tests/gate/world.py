@@ -74,9 +74,9 @@ def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.losses import build_objective
     from tepo_megatron.monitor.tracer import Clock
+    from tepo_megatron.trainer.driver import StepLog
     from tepo_megatron.trainer.learning import learn
     from tepo_megatron.trainer.placement import Colocated, Disaggregated
-    from tepo_megatron.trainer.step_log import StepLog
 
     cfg, out = job.cfg, Outcome()
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)

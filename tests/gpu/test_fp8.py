@@ -13,8 +13,7 @@ from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.engines import build_engine
 from tepo_megatron.engines.sglang import default_python
 from tepo_megatron.models import fp8
-from tepo_megatron.wire.bucket_format import Bucket, pack
-from tepo_megatron.wire.ipc import export_buffer
+from tepo_megatron.wire.bucket_format import Bucket, export_buffer, pack
 from tests.dequantized import dequantize
 from tests.server.served import SAMPLING, logprob_diff, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model

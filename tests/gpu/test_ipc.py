@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.wire.bucket_format import Bucket, pack
-from tepo_megatron.wire.ipc import export_buffer
+from tepo_megatron.wire.bucket_format import Bucket, export_buffer, pack
 
 ROUNDS = 6  # each of two rows is written, and its handle opened, three times
 NUMEL = 2**24

@@ -118,9 +118,9 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     """
     from tepo_megatron.losses import build_objective
     from tepo_megatron.monitor.tracer import Clock
+    from tepo_megatron.trainer.driver import StepLog
     from tepo_megatron.trainer.gate import WeightsGate
     from tepo_megatron.trainer.learning import learn
-    from tepo_megatron.trainer.step_log import StepLog
 
     actor = cases.open_actor(configs[0])
     actor.keep_reference()

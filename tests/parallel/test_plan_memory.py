@@ -16,9 +16,8 @@ from tepo_megatron.doctor.plan import activations
 from tepo_megatron.doctor.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
 from tepo_megatron.doctor.plan.command import read_model
 from tepo_megatron.doctor.plan.inputs import ELEMENT, PlannedModel
-from tepo_megatron.doctor.plan.layers import kinds_of
 from tepo_megatron.doctor.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
-from tepo_megatron.doctor.plan.parameters import held, rank_parameters
+from tepo_megatron.doctor.plan.parameters import held, kinds_of, rank_parameters
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor

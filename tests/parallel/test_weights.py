@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tepo_megatron.base.errors import CheckpointError, SyncError
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.wire.bucket_format import Bucket, crc32
-from tepo_megatron.wire.ipc import open_buffer
+from tepo_megatron.wire.bucket_format import Bucket, crc32, open_buffer
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor

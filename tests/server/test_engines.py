@@ -17,13 +17,11 @@ from transformers import Qwen3ForCausalLM
 from tepo_megatron.base.errors import SyncError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Rollout, SamplingParams, Truncation
-from tepo_megatron.engines.engine import INITIAL_VERSION
-from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.engine import INITIAL_VERSION, GenerationRequest
 from tepo_megatron.engines.sglang import SglangApi, generate_request
 from tepo_megatron.engines.torch_engine import TorchApi
 from tepo_megatron.engines.vllm import VllmApi, completion_request
-from tepo_megatron.wire.bucket_format import Bucket, pack
-from tepo_megatron.wire.ipc import export_buffer
+from tepo_megatron.wire.bucket_format import Bucket, export_buffer, pack
 from tepo_megatron.wire.receiver.binary_answer import CONTENT_TYPE
 from tests.direct_requests import connected
 from tests.server.served import (

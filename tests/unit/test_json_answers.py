@@ -7,7 +7,7 @@ import pytest
 from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.exchange import LEAST_VALUES, HttpAnswer
 from tepo_megatron.base.types import Prompt, SamplingParams
-from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.engine import GenerationRequest
 from tepo_megatron.engines.sglang import json_rollouts as sglang_rollouts
 from tepo_megatron.engines.vllm import json_rollouts as vllm_rollouts
 

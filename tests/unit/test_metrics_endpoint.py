@@ -23,7 +23,7 @@ from tepo_megatron.monitor.metrics_server import (
 )  # fmt: skip
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.service.opening import LiveMetrics
-from tepo_megatron.trainer.step_log import KEYS, PHASES
+from tepo_megatron.trainer.driver import KEYS, PHASES
 from tools import grafana
 
 VLLM = """# HELP vllm:tokens Number of tokens.

@@ -19,7 +19,6 @@ from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelCo
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.doctor.plan.command import MEASURED, PlanRequest, plan, predictor_of, read_model
 from tepo_megatron.doctor.plan.inputs import Placement, max_generation_rounds, placement_of
-from tepo_megatron.doctor.plan.layers import sequence_state_bytes
 from tepo_megatron.doctor.plan.memory import (
     FP8_WORKSPACES,
     MOMENT,
@@ -29,7 +28,7 @@ from tepo_megatron.doctor.plan.memory import (
     kv_bytes,
     state_bytes,
 )
-from tepo_megatron.doctor.plan.parameters import held, total_parameters
+from tepo_megatron.doctor.plan.parameters import held, sequence_state_bytes, total_parameters
 from tepo_megatron.doctor.plan.search import judge, search
 from tepo_megatron.service.method import resolve
 

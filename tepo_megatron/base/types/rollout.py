@@ -201,7 +201,7 @@ class Rollout:
     # fp32 nats, the engine's log-prob of each token after temperature and truncation (0 where the mask is False)
     rollout_logprobs_L: Tensor
     policy_version: int  # version of the weights that sampled the sequence, or the oldest if there were several
-    stop_reason: str  # "stop" or "length"; "abort" for a partial response that new weights interrupted (`engines/partial.py`)
+    stop_reason: str  # "stop" or "length"; "abort" for a partial response that new weights interrupted (`engines/engine.py`)
     answer: str = ""
     reward: float = float("nan")  # shaped reward, which the policy is trained on; nan before grading
     score: float = float("nan")  # the grader's unshaped score, used by group filters and accuracies; nan before grading

@@ -27,8 +27,7 @@ from tepo_megatron.checkpoint.convert.directories import new_directory, progress
 from tepo_megatron.checkpoint.convert.plan import ConversionPlan, make_plan, world_of_one
 from tepo_megatron.checkpoint.tensors import Stored, write_metadata
 from tepo_megatron.models.families import check_tokenizer, read_config
-from tepo_megatron.models.fit import check_tensors
-from tepo_megatron.models.hf_io import CarriedTensors, HfReader, carry_over, write_shards
+from tepo_megatron.models.hf_io import CarriedTensors, HfReader, carry_over, check_tensors, write_shards
 
 _FILE_BYTES = 4 * 2**30
 _ALIGNMENT = 64  # bytes; archives begin at multiples of it, so that mapped tensors are aligned as torch.save aligns them

@@ -14,7 +14,7 @@ from typing import Literal
 
 from tepo_megatron.base.hardware import LEAST_OFFLOADED
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.doctor.plan.layers import CHUNK, DENSE, FP32, LayerKind, linear_of
+from tepo_megatron.doctor.plan.parameters import CHUNK, DENSE, FP32, LayerKind, linear_of
 from tepo_megatron.models.ops import Architecture
 
 Module = Literal["mlp", "rest"]

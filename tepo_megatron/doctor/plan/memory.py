@@ -35,8 +35,7 @@ from tepo_megatron.doctor.plan.inputs import (
     PlannedModel,
     placement_of,
 )
-from tepo_megatron.doctor.plan.layers import LayerKind, attention_layers, kinds_of
-from tepo_megatron.doctor.plan.parameters import HeldElements
+from tepo_megatron.doctor.plan.parameters import HeldElements, LayerKind, attention_layers, kinds_of
 from tepo_megatron.models.ops import Architecture
 
 

@@ -24,14 +24,14 @@ from tepo_megatron.doctor.plan.inputs import (
     Workload,
     placement_of,
 )
-from tepo_megatron.doctor.plan.layers import (
+from tepo_megatron.doctor.plan.memory import TrainerMemory, generating, has_teacher, kv_bytes, state_bytes
+from tepo_megatron.doctor.plan.parameters import (
     attention_layers,
     delta_rule_operations,
     kinds_of,
     projection_operations,
     sequence_state_bytes,
 )
-from tepo_megatron.doctor.plan.memory import TrainerMemory, generating, has_teacher, kv_bytes, state_bytes
 from tepo_megatron.models.ops import Architecture
 
 REFILLS = "sample again, for what was dropped"

@@ -8,8 +8,8 @@ from tepo_megatron.actor.layout import check_layout, divisors
 from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.doctor.plan.inputs import GIB, GPUS_PER_NODE, MemoryState, placement_of
-from tepo_megatron.doctor.plan.layers import sequence_state_bytes
 from tepo_megatron.doctor.plan.memory import TrainerMemory, kv_bytes, states
+from tepo_megatron.doctor.plan.parameters import sequence_state_bytes
 from tepo_megatron.doctor.plan.roofline import Predictor, StepPrediction
 
 

@@ -15,11 +15,20 @@ from typing import Self
 from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.engines.engine import Deliver, EnginePart, EngineReport, GroupStream, ServerReport, ServerState
+from tepo_megatron.engines.engine import (
+    Deliver,
+    EnginePart,
+    EngineReport,
+    GenerationRequest,
+    GroupStream,
+    ServerReport,
+    ServerState,
+    continuations,
+    merge,
+)
 from tepo_megatron.engines.engine_api import StaleWeights
-from tepo_megatron.engines.partial import GenerationRequest, continuations, merge
-from tepo_megatron.engines.servers.client import RequestFailed, add_request
-from tepo_megatron.engines.servers.endpoint import Endpoint
+from tepo_megatron.engines.servers.client import RequestFailed
+from tepo_megatron.engines.servers.endpoint import Endpoint, add_request
 from tepo_megatron.engines.servers.listener import RunListener
 from tepo_megatron.engines.servers.pool import ServerPool
 from tepo_megatron.engines.servers.slot import Incarnation, ServerSlot

@@ -1,7 +1,6 @@
 """`tepo watch`: the report's panels of runs that are under way, on a page that the loopback interface serves.
 
-run.py         one run
-samples.py     its samples and their tokens
+run.py         one run, its samples and their tokens
 server.py      the HTTP server
 """
 

@@ -27,8 +27,7 @@ from aiohttp import web
 
 from tepo_megatron.base.errors import ConfigError, TepoError, excerpt
 from tepo_megatron.report.audit.tables import audit_lines
-from tepo_megatron.report.live.run import LiveRun, compared
-from tepo_megatron.report.live.samples import ORDERS, SampleReader
+from tepo_megatron.report.live.run import ORDERS, LiveRun, SampleReader, compared
 
 HOST = "127.0.0.1"
 LEAST_WAIT, MOST_WAIT = 2.0, 60.0  # seconds between two questions of the page

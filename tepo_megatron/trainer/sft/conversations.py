@@ -17,7 +17,7 @@ from tepo_megatron.config import DataConfig, SftConfig
 from tepo_megatron.data import stop_tokens
 from tepo_megatron.data.readers import Row, RowReader, describe_value
 from tepo_megatron.data.rendering import ChatRenderer, TokenSpans
-from tepo_megatron.data.report import RowFaults
+from tepo_megatron.data.rows import RowFaults
 from tepo_megatron.data.schemas import Messages, has, is_chat, value_at
 from tepo_megatron.data.sources import DatasetSource
 

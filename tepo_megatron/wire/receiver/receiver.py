@@ -24,8 +24,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from tepo_megatron.wire.broadcast_group import BroadcastGroup, BrokenGroup, GroupSpec, UnchangedTensors, join_store, signal
-from tepo_megatron.wire.bucket_format import Bucket
-from tepo_megatron.wire.ipc import open_buffer
+from tepo_megatron.wire.bucket_format import Bucket, open_buffer
 
 # The output layer's name in every Hugging Face causal language model; with tied embeddings it may be there or not.
 OUTPUT_LAYER = "lm_head.weight"

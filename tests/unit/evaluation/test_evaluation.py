@@ -20,8 +20,8 @@ from tepo_megatron.evaluation.held_out import Accuracy, accuracy, evaluate
 from tepo_megatron.monitor.metrics import Metrics, counts
 from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rollout.containment import lost_sample
+from tepo_megatron.trainer.driver import StepLog
 from tepo_megatron.trainer.gate import check_mismatch
-from tepo_megatron.trainer.step_log import StepLog
 from tests.scripted_groups import ScriptedGroups
 
 

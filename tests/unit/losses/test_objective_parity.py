@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.losses import Objective
-from tepo_megatron.losses.aggregate import AGGREGATES
+from tepo_megatron.losses.objective import AGGREGATES
 from tests import objective_cases as cases
 from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, objective_of
 from tests.pairwise import pairwise

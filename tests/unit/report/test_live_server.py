@@ -18,7 +18,7 @@ from tepo_megatron.report.audit.comparison import audit_step
 from tepo_megatron.report.audit.reading import read_batch
 from tepo_megatron.report.audit.tables import print_audit
 from tepo_megatron.report.live import watch
-from tepo_megatron.report.live.samples import KEEP_SAMPLES, KEEP_TOKENS
+from tepo_megatron.report.live.run import KEEP_SAMPLES, KEEP_TOKENS
 from tepo_megatron.report.live.server import LivePage
 from tests.audit_runs import FOLDER, write_audit
 from tests.objective_cases import draw

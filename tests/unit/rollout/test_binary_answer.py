@@ -13,9 +13,8 @@ import pytest
 from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, Routing, SamplingParams
-from tepo_megatron.engines.engine import INITIAL_VERSION
+from tepo_megatron.engines.engine import ABORTED, INITIAL_VERSION, GenerationRequest
 from tepo_megatron.engines.engine_api import StaleWeights
-from tepo_megatron.engines.partial import ABORTED, GenerationRequest
 from tepo_megatron.engines.vllm import VllmApi
 from tepo_megatron.wire.receiver.binary_answer import (
     CONTENT_TYPE,

@@ -16,7 +16,7 @@ from tepo_megatron.data import PromptStream
 from tepo_megatron.monitor.tracer import Clock
 from tepo_megatron.rewards.terms import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.trainer.step_log import StepLog
+from tepo_megatron.trainer.driver import StepLog
 from tests.scripted_groups import ScriptedGroups
 
 

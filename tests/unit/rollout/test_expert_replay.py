@@ -19,9 +19,9 @@ from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
+from tepo_megatron.engines.engine import ABORTED, GenerationRequest, continuation, merge
 from tepo_megatron.engines.engine_api import EngineApi, LaunchSpec
 from tepo_megatron.engines.engines import replayed_routing
-from tepo_megatron.engines.partial import ABORTED, GenerationRequest, continuation, merge
 from tepo_megatron.engines.samples import checked_rollout
 from tepo_megatron.engines.sglang import SglangApi, generate_request
 from tepo_megatron.engines.vllm import VllmApi

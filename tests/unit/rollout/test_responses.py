@@ -10,7 +10,7 @@ from openai.types.responses import response_create_params as params
 
 from tepo_megatron.base.types import SamplingParams
 from tepo_megatron.rollout.chat_request import RefusedRequest
-from tepo_megatron.rollout.responses import read_request
+from tepo_megatron.rollout.gateway import read_responses_request
 from tests.unit.rollout.test_environments import pieces
 from tests.unit.rollout.test_gateway import CALL, run
 from tests.unit.rollout.test_gateway_requests import LABELS
@@ -109,7 +109,7 @@ USER = {"role": "user", "content": "a"}
 
 
 def request_of(**fields: Any) -> Any:
-    return read_request({"input": "a", "model": "policy", **fields}, SAMPLING)
+    return read_responses_request({"input": "a", "model": "policy", **fields}, SAMPLING)
 
 
 def test_every_field_of_the_openai_package_is_honoured_or_refused() -> None:

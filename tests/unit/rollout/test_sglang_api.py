@@ -12,9 +12,8 @@ from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.engines.engine import INITIAL_VERSION
+from tepo_megatron.engines.engine import INITIAL_VERSION, GenerationRequest
 from tepo_megatron.engines.engine_api import LaunchSpec, StaleWeights
-from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.samples import prompt_seed
 from tepo_megatron.engines.sglang import SglangApi, generate_request
 from tepo_megatron.wire.receiver.sglang_server import hide

@@ -12,7 +12,7 @@ import pytest
 
 from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import RolloutConfig, UrlServerConfig
-from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.engine import GenerationRequest
 from tepo_megatron.engines.servers.endpoint import Endpoint
 from tepo_megatron.engines.servers.fleet import Fleet
 from tepo_megatron.engines.servers.pool import ServerPool

@@ -8,7 +8,7 @@ import pytest
 from tepo_megatron.base.errors import RolloutError
 from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.engines.partial import GenerationRequest
+from tepo_megatron.engines.engine import GenerationRequest
 from tepo_megatron.engines.servers.client import Client, RequestFailed
 from tepo_megatron.engines.servers.endpoint import Endpoint
 from tepo_megatron.engines.servers.server import ServerAddress

@@ -11,8 +11,8 @@ from tepo_megatron.base.errors import ConfigError
 from tepo_megatron.base.exchange import HttpAnswer
 from tepo_megatron.base.types import Prompt, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.config import RolloutConfig
+from tepo_megatron.engines.engine import ABORTED, GenerationRequest, merge
 from tepo_megatron.engines.engines import check_truncation
-from tepo_megatron.engines.partial import ABORTED, GenerationRequest, merge
 from tepo_megatron.engines.samples import checked_rollout
 from tepo_megatron.engines.sglang import SglangApi
 from tepo_megatron.engines.vllm import VllmApi

@@ -14,8 +14,8 @@ from tepo_megatron.base.memory_kills import usable_cores
 from tepo_megatron.base.processes import LAUNCHER, RANK_THREADS
 from tepo_megatron.base.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.config import ServerConfig
+from tepo_megatron.engines.engine import GenerationRequest
 from tepo_megatron.engines.engine_api import LaunchSpec, StaleWeights, served_label
-from tepo_megatron.engines.partial import GenerationRequest
 from tepo_megatron.engines.samples import LARGEST_SEED, prompt_seed
 from tepo_megatron.engines.vllm import VllmApi, completion_request
 
