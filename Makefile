@@ -183,6 +183,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# .venv/bin/tepo of this checkout; again after git pull.
+install: $(READY)
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

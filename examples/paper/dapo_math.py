@@ -50,9 +50,13 @@ def main() -> None:
     args = parser.parse_args()
     from datasets import load_dataset
 
+    try:
+        rows = load_dataset(DATASET, split="train")
+    except OSError as error:
+        raise SystemExit(f"{DATASET} cannot be fetched ({error}); do it where a network is, and copy {args.out}") from None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as file:
-        for row in convert(load_dataset(DATASET, split="train")):
+        for row in convert(rows):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

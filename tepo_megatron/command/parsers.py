@@ -1,6 +1,7 @@
 """Parse the words of the `tepo` command and run it. Errors become one message and an exit status."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -41,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
     args, overrides = parser.parse_known_args(words)
     try:
-        if overrides and args.command not in COMMANDS_WITH_KEYS:
-            raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
+        _refuse_unknown_options(subparsers.choices[args.command], overrides, args.command in COMMANDS_WITH_KEYS)
         with home():
             return args.run(args, overrides)
     except RunStopped as e:
@@ -59,6 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as e:
         print(f"tepo: interrupted {e}".rstrip(), file=sys.stderr)
         return 130
+
+
+def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str], takes_keys: bool) -> None:
+    """Raise ConfigError for a word that is no option of the command, unless it may be a key of the config."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    for word in (word.partition("=")[0] for word in words):
+        if takes_keys and ("." in word or not word.startswith("--")):
+            continue
+        close = difflib.get_close_matches(word, options, n=1, cutoff=0.8 if takes_keys else 0.6)
+        if close or not takes_keys:
+            raise ConfigError(f"{parser.prog} takes no {word}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def _add_train(subparsers: Subparsers) -> None:

@@ -260,7 +260,15 @@ def _explain(root: type, error: Any) -> str:
         return f"{key}: this key is required"
     if error["type"] == "union_tag_not_found":
         return f"{key}: the key `type` is required"
+    if error["type"] == "union_tag_invalid":
+        tag, tags = error["ctx"]["tag"], [tag.strip("' ") for tag in error["ctx"]["expected_tags"].split(",")]
+        close = difflib.get_close_matches(tag, tags, n=1)
+        return f"{key}: no type is called {tag}; " + (f"did you mean {close[0]}?" if close else f"one of {', '.join(tags)}")
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "list_type":
+        message = "a list is expected; put [ ] around it"
+    elif error["type"].startswith(("int", "float")) and re.fullmatch(r"[\d.]+[A-Za-z]+", str(error["input"])):
+        message += ", without a unit"
     got = "" if isinstance(error["input"], dict) or "Args" in type(error["input"]).__name__ else f" (got {error['input']!r})"
     return f"{key}: {message}{got}"
 

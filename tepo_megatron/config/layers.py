@@ -40,7 +40,8 @@ class Layers:
             below = tree.get(name)
             if isinstance(value, Mapping) and below is not None:
                 if not isinstance(below, dict):
-                    raise ConfigError(f"{source}: {_dotted(key)} is a value, not a section")
+                    what = "list; put [ ] around what replaces it" if isinstance(below, list) else "value, not a section"
+                    raise ConfigError(f"{source}: {_dotted(key)} is a {what}")
                 self._remove_other_variants(below, value, source, key)
                 self._merge(below, value, source, key)
                 continue

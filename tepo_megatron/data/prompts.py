@@ -1,5 +1,6 @@
 """Load one dataset as prompts: read rows, deduplicate, slice, try the answers on the grader, tokenize."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -102,7 +103,12 @@ def check_rows(source: DataSet, cfg: DataConfig) -> None:
     place = DatasetSource.of(source.path)
     if not place.is_on_hub:
         reader = place.reader()
-        schema, _ = _schema(reader, source, RowFaults(cfg.skip_bad_rows))
+        faults = RowFaults(cfg.skip_bad_rows)
+        schema, _ = _schema(reader, source, faults)
+        _, first = next(reader.rows((), passing_repeats=False))
+        if isinstance(first, DataError) and not faults.skip:
+            deque(_items(reader, schema, faults, Deduplicator()), maxlen=0)
+            faults.refuse()
         if source.answer_key is None:
             _refuse_rivals(reader, schema)
 
@@ -110,14 +116,14 @@ def check_rows(source: DataSet, cfg: DataConfig) -> None:
 def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> tuple[Schema, list[Schema]]:
     """Return the schema of the first row that fits one, and the others that this row fits.
 
-    With `skip_bad_rows`, rows before it that fit none are passed over.
+    Malformed rows before it are passed over, with `skip_bad_rows` also those that fit none.
     """
     row: Row | DataError | None = None
+    malformed: DataError | None = None
     at = 0
     for at, row in reader.rows((), passing_repeats=False):
         if isinstance(row, DataError):
-            if not faults.skip:
-                raise row
+            malformed = malformed or row
             continue
         whole = reader.whole(at)
         schemas = fitting(whole, source.prompt_key, source.answer_key)
@@ -135,6 +141,8 @@ def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> tuple[Sche
             )
     if row is None:
         raise DataError(f"{source.path}: the dataset is empty; give a file with one JSON object per line, or a parquet file")
+    if malformed is not None and not faults.skip:
+        raise malformed
     raise DataError(f"{source.path}: no row fits a known schema; the last: {row if isinstance(row, DataError) else list(row)}")
 
 
@@ -193,6 +201,7 @@ def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: DatasetR
     unique = Deduplicator()
     for item in _items(reader, schema, report.faults, unique):
         unique.items[item.key] = item
+    report.faults.refuse()
     contradicted = unique.take_contradicted()
     descriptions = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
     if contradicted and not cfg.skip_bad_rows:
@@ -221,6 +230,7 @@ def _without_earlier(
             report.elsewhere += 1
         else:
             kept.append(item)
+    report.faults.refuse()
     return kept
 
 
@@ -274,6 +284,7 @@ def _tokenized(
                 fits = True
                 chat = encoder.laid_out(item.prompt)
                 yield Prompt(first_id + item.place, tokens, item.answer, item.meta, () if isinstance(chat, str) else chat)
+    report.faults.refuse()
     if not fits and shortest is not None:
         raise DataError(
             f"{report.source}: no prompt left: all {report.too_long} prompts exceed data.max_prompt_tokens="

@@ -18,23 +18,25 @@ _MOST_NAMED = 10  # most rows that one message names
 
 @dataclass
 class RowFaults:
-    """Rows that cannot be used. Without `skip` the first one is an error; with it they are counted."""
+    """Rows that cannot be used. They are counted, and without `skip` refused together."""
 
     skip: bool
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, fault: str, rows: int = 1) -> None:
-        """Count rows that cannot be used.
-
-        Raises:
-            DataError: `skip` is False.
-        """
-        if not self.skip:
-            raise DataError(f"{fault} (data.skip_bad_rows=true leaves such rows out, and counts them)")
         self.count += rows
         if len(self.first) < _MOST_NAMED:
             self.first.append(fault)
+
+    def refuse(self) -> None:
+        """Raise DataError that names the first rows, unless there are none or they are skipped."""
+        if self.count and not self.skip:
+            many = f"{self.count} bad rows: " if self.count > 1 else ""
+            more = f"; and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
+            raise DataError(
+                f"{many}{'; '.join(self.first)}{more} (data.skip_bad_rows=true leaves such rows out, and counts them)"
+            )
 
 
 @dataclass

@@ -110,6 +110,15 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     assert there.optimizer_seconds()[1] > 5 * here.optimizer_seconds()[1]
 
 
+@pytest.mark.parametrize(("gpus", "verdict"), [(8, "fits: "), (4, "does not fit: 8 GPUs are needed, 4 are available; lower ")])
+def test_the_last_line_says_whether_it_fits(gpus: int, verdict: str) -> None:
+    parallel = {"dp": 4, "tp": 2, "sequence_parallel": True}
+    training = {"max_tokens_per_microbatch": 10240, "recompute": "full"}
+    cfg = config(rollout={"colocate": True, "servers": 4, "server": {"tp": 2}}, parallel=parallel, training=training)
+    status, text = run(cfg, gpus=gpus)
+    assert text.splitlines()[-1].startswith(verdict) and status == int(gpus == 4)
+
+
 def placed(cfg: Config) -> Placement:
     return placement_of(cfg.parallel.world_size, cfg.rollout)
 

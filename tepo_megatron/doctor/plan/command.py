@@ -288,9 +288,13 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     cfg, gpu, work = predictor.cfg, predictor.gpu, predictor.workload
     gpus = request.gpus or predictor.placement.gpus
     candidate = judge(predictor)
-    why = candidate.why
-    if not why and predictor.placement.gpus > gpus:
-        why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
+    if candidate.why:
+        verdict = refusal(candidate, candidate.why)
+    elif predictor.placement.gpus > gpus:
+        needed = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
+        verdict = f"does not fit: {needed}; lower parallel.dp or rollout.servers, or take a layout from the list"
+    else:
+        verdict = f"fits: {candidate.fullest.total / GIB:.1f} of {gpu.memory / GIB:.1f} GiB of the fullest GPU"
     tell(f"{cfg.model.path}, {cfg.model.precision}, on {gpus} {gpu.name}; trainer and engine {predictor.placement.kind}")
     tell(f"given: {candidate.name}")
     assumed = "given" if request.prompt and request.response else "recorded" if request.run else "assumed"
@@ -316,9 +320,8 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     tell("\n" + "\n".join(search_lines(result, gpus)))
     if request.json_file is not None:
         request.json_file.write_text(json.dumps(as_json(predictor, candidate, result, gpus), indent=1))
-    if why:
-        tell("\n" + refusal(candidate, why))
-    return int(bool(why))
+    tell("\n" + verdict)
+    return int(not verdict.startswith("fits"))
 
 
 def refusal(candidate: LayoutCandidate, why: str) -> str:

@@ -220,6 +220,7 @@ def load_conversations(
             too_long += 1
         else:
             conversations.append(conversation)
+    faults.refuse()
     if not conversations:
         what = [f"{too_long} are longer than sft.max_tokens={cfg.max_tokens}; raise it"] if too_long else []
         what += [f"{faults.count} cannot be used ({faults.first[0]})"] if faults.count else []

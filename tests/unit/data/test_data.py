@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron.base.errors import CheckpointError, DataError
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data import LoadedPrompts, load_prompts, load_tokenizer
+from tepo_megatron.data.prompts import check_rows
 from tests.datasets import character_tokenizer, write
 
 
@@ -129,6 +130,20 @@ def test_bad_rows_are_counted_if_asked(tmp_path: Path, tokenizer: PreTrainedToke
     ]
     with pytest.raises(DataError, match=r"no row fits a known schema"):
         load(write(tmp_path / "all.jsonl", *bad[:2]), tokenizer, skip_bad_rows=True)
+
+
+@pytest.mark.parametrize("start", [b"{", {"prompt": "a", "answer": 1}])
+def test_bad_rows_are_refused_together(start: object, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Before anything is started if the first row shows it, else when the rows are read."""
+    path = write(tmp_path / "d.jsonl", start, b"[", {"prompt": "x", "answer": ""}, {"prompt": "b", "answer": 2}, *[b"x"] * 9)
+    cfg = DataConfig(train=str(path), max_prompt_tokens=64)
+    with pytest.raises(DataError) as e:
+        check_rows(cfg.sets[0], cfg)
+        load(path, tokenizer)
+    number = 12 if start == b"{" else 11
+    text = str(e.value)
+    assert text.startswith(f"{number} bad rows: {path}:") and f"; and {number - 10} more (data.skip_bad_rows=true" in text
+    assert f"{path}:3: 'answer' is blank" in text and text.count(f"{path}:") == 10
 
 
 @pytest.mark.parametrize(
