@@ -10,6 +10,7 @@ proportional set sizes over the processes of a contestant.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,46 +48,51 @@ SAME = (
 
 @dataclass(frozen=True)
 class Lap:
-    """One contestant's run: seconds of each batch but the first, and the largest memory in GiB."""
+    """One contestant's run: seconds of each batch but the first, and the memory by program, in GiB, when it was largest."""
 
     batches: list[float]
-    memory: float
+    programs: dict[str, float]
+
+    @property
+    def memory(self) -> float:
+        return sum(self.programs.values())
 
 
 def ours(steps: int, folder: Path, peers: Path) -> Lap:
     """Take the batches with `tepo train`."""
     words = ["-m", "tepo_megatron", "train", str(CONFIG), "--name", "race", "--output", str(folder), *SAME]
     words += ["--training.steps", str(steps), "--rollout.record", "false", "--export_hf", "false", "--parallel.dp", "1"]
-    memory = _peak([sys.executable, *words], dict(os.environ), folder / "ours.txt")
+    programs = _peak([sys.executable, *words], dict(os.environ), folder / "ours.txt")
     records = [json.loads(line) for line in (folder / "race" / "metrics.jsonl").read_text().splitlines()]
-    return Lap([record["seconds/total"] for record in records[1:]], memory)
+    return Lap([record["seconds/total"] for record in records[1:]], programs)
 
 
 def trl(steps: int, folder: Path, peers: Path) -> Lap:
     """Take the batches with GRPOTrainer."""
     out = folder / "trl.json"
     words = [sys.executable, "-m", "benchmarks.race", "--steps", str(steps), "--peers", str(peers), "--trl", str(out)]
-    memory = _peak(words, os.environ | {"HF_HUB_OFFLINE": "1"}, folder / "trl.txt")
-    return Lap(json.loads(out.read_text())[1:], memory)
+    programs = _peak(words, os.environ | {"HF_HUB_OFFLINE": "1"}, folder / "trl.txt")
+    return Lap(json.loads(out.read_text())[1:], programs)
 
 
 CONTESTANTS: dict[str, Callable[[int, Path, Path], Lap]] = {"ours": ours, "trl": trl}
 
 
-def _peak(command: Sequence[str], env: dict[str, str], log: Path) -> float:
-    """Run a command, and return the largest memory of its processes in GiB. Raise RuntimeError with its last words."""
-    peak, ended = 0, threading.Event()
+def _peak(command: Sequence[str], env: dict[str, str], log: Path) -> dict[str, float]:
+    """Run a command, and return the memory of its programs when it was largest. Raise RuntimeError with its last words."""
+    peak: Counter[str] = Counter()
+    ended = threading.Event()
 
     def watch(process: psutil.Process) -> None:
         nonlocal peak
         while not ended.wait(POLL_SECONDS):
-            total = 0
+            now: Counter[str] = Counter()
             for each in [process, *process.children(recursive=True)]:
-                try:
-                    total += each.memory_full_info().pss
-                except psutil.Error:  # it has ended
-                    continue
-            peak = max(peak, total)
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    words = each.cmdline()
+                    program = words[words.index("-m") + 1] if "-m" in words else Path(" ".join(words[:2])).name
+                    now[program] += each.memory_full_info().pss
+            peak = max(peak, now, key=Counter.total)
 
     with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out) as started:
         thread = threading.Thread(target=watch, args=(psutil.Process(started.pid),))
@@ -95,7 +102,7 @@ def _peak(command: Sequence[str], env: dict[str, str], log: Path) -> float:
         thread.join()
     if status:
         raise RuntimeError(f"{' '.join(command)} failed:\n" + "\n".join(log.read_text().splitlines()[-20:]))
-    return peak / 2**30
+    return {program: size / 2**30 for program, size in peak.most_common()}
 
 
 def run_trl(steps: int) -> list[float]:
