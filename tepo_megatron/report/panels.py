@@ -101,10 +101,10 @@ def lost(run: RunRecord) -> Chart | None:
 
 
 def ratio(run: RunRecord) -> Chart:
-    """Importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile."""
+    """Importance ratio that the objective uses: median, 1st and 99th percentile over tokens."""
     low, high = (run.curves[f"tepo/ratio_{q}"] for q in ("p01", "p99"))
     spread = band(run.curves, low, high, GREEN, "1st to 99th percentile")
-    caption = "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."
+    caption = "Per token or per sequence, as the objective has it; 1 if it has none. Clip bounds act outside 1 ± eps."
     axis = ChartAxis([line(run.curves, "tepo/ratio_p50", GREEN, "median"), spread], [ReferenceLine(1.0)])
     return Chart("Ratio w to the old policy", caption, [axis])
 
@@ -291,14 +291,14 @@ PAPER = {
         title="Figure 3b: gradient norm",
         label="before gradient clipping",
         color=PURPLE,
-        caption=f"Figure 3b of {SOURCE}, in percent of what it does not say: TEPO's is higher throughout.",
+        caption=f"Figure 3b of {SOURCE}: TEPO's is higher throughout. It prints percent, but not of what.",
         least=0.0,
     ),
 }
 FINE_TUNING = (cross_entropy, gradients, throughput)
 _SECTIONS: dict[str, tuple[Callable[[RunRecord], Chart | None], ...]] = {
     "Learning": (learning, entropy, updates, sampling, lost),
-    "TEPO": (ratio, entropy_change, token_shares, constraints),
+    "Objective": (ratio, entropy_change, token_shares, constraints),
     "Mismatch and time": (mismatch, seconds, throughput, memory),
 }
 
