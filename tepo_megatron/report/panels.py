@@ -39,8 +39,6 @@ SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # not a limit: mean seconds per s
 def learning(run: RunRecord) -> Chart:
     """Reward and accuracy of rollouts, and below them the evaluations, if there are any."""
     curves, evaluations = run.curves, run.evaluations
-    if not evaluations and run.summary and run.summary.evaluations:  # a run of an earlier version
-        evaluations = {"held_out": run.summary.evaluations}
     if np.array_equal(curves["reward/mean"], curves["accuracy/mean"], equal_nan=True):
         series = [line(curves, "accuracy/mean", BLUE, "rollouts: reward = accuracy")]
     else:
@@ -48,13 +46,12 @@ def learning(run: RunRecord) -> Chart:
             line(curves, "reward/mean", ORANGE, "rollouts: reward"),
             line(curves, "accuracy/mean", BLUE, "accuracy"),
         ]
-    axes, evaluated = [ChartAxis(series, format="percent")], []
+    axes, evaluated = [ChartAxis(series, format="percent")], list[Series]()
     keys = curves.named("reward/terms/")
     terms = [line(curves, key, color, f"term {key[13:]}") for key, color in zip(keys, itertools.cycle(EVALUATION_COLORS))]
     axes += [ChartAxis(terms)] if terms else []
     for (name, results), color in zip(evaluations.items(), itertools.cycle(EVALUATION_COLORS), strict=False):
-        bars = points(results, color, "")
-        evaluated += [bars, Series("line", f"evaluation: {name.replace('_', ' ')}", color, bars.x, bars.rows[:1])]
+        evaluated += points(results, color, f"evaluation: {name.replace('_', ' ')}")
     axes += [ChartAxis(evaluated, format="percent")] if evaluated else []
     caption = "All samples of training"
     caption += "; below, the evaluations ± standard error, clustered by problem." if evaluated else "."
