@@ -96,7 +96,7 @@ def alerts(args: argparse.Namespace, overrides: list[str]) -> int:
         records = [(int(record["step"] or 0), record) for record in read_metrics(folder)]
         raised = judge(records)
         any_raised |= bool(raised)
-        print(escaped(f"{folder}: {len(raised)} alerts in {len(records)} steps"))
+        print(escaped(f"{folder}: {len(raised)} alert{'s' * (len(raised) != 1)} in {len(records)} steps"))
         for alert in raised:
             print(escaped(f"  {alert.message}"))
     return int(any_raised)

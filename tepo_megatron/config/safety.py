@@ -73,8 +73,8 @@ def _log_probs(rollout: RolloutConfig, sync: SyncConfig, old_logprobs: str) -> t
 
 def _evaluations(newest: int) -> tuple[bool, str]:
     return False, (
-        "evaluations are of what the engine serves, and the gate sees a version where training samples it: of those after "
-        f"version {max(0, newest)} perhaps none, the last one among them"
+        "they are not compared. Wrong weights of a server show when training samples that version, perhaps never for versions "
+        f"after {max(0, newest)}; sync.verify_every=1 compares checksums of every version"
     )
 
 

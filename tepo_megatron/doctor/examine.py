@@ -166,7 +166,7 @@ def _log_probs(record: Mapping[str, Any], sampled: str, limit: float, *, exact: 
 
 def _samples(record: Mapping[str, Any], max_response_tokens: int) -> Finding:
     accuracy, cut = record["accuracy/mean"], record["rollout/truncated"]
-    state = f"{accuracy:.1%} right, {cut:.1%} cut off, {record['rollout/response_tokens_mean']:.0f} tokens in the mean"
+    state = f"mean score {accuracy:.1%}, {cut:.1%} cut off, {record['rollout/response_tokens_mean']:.0f} tokens in the mean"
     if cut > 0.5:
         return Finding("samples", "warn", state, f"raise rollout.max_response_tokens={max_response_tokens}")
     if accuracy in (0.0, 1.0):

@@ -172,9 +172,9 @@ def _evaluate(
                 cfg.seed,
                 max_failed_share=cfg.rollout.max_failed_share,
             )
-            accuracy = folder.add(problems, samples).accuracy
-            tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
-            if accuracy.mean == 0:
+            r = folder.add(problems, samples)
+            tell(f"{problems.entry.title}: {f'avg@{r.samples}' if r.pass_at else 'mean score'} {100 * r.accuracy.mean:.2f} %")
+            if r.accuracy.mean == 0:
                 tell(f"{problems.entry.title}: no sample was graded above 0; see each in {samples_file(out, problems.name)}")
             for event in (*engine.take_events(), *sampler_events()):
                 tell(event)

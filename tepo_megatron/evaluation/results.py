@@ -33,9 +33,10 @@ class Result:
     problems: int
     samples: int  # samples per problem, k
     accuracy: ScoreEstimate
+    # pass_at, majority: empty and None if a score is neither 0 nor 1, which leaves open what is right
     pass_at: Mapping[int, float]  # unbiased pass@i, for powers of two up to k, and for k
     # maj@k. Right answers count as one answer, however they are written; wrong answers differ as their texts do.
-    majority: float
+    majority: float | None
     truncated: float  # share of responses cut off at the length limit
     tokens: float  # mean length of a response in tokens
     unreadable: int  # number of problems whose gold answer math-verify cannot read; only its exact text counts as right
@@ -52,7 +53,7 @@ class BenchmarkComparison:
     ours: float
     theirs: float
     difference: PairedDifference  # first minus second, paired by problem
-    # Problems of which most samples are right in the first run, but not in the second. Half of the samples is not most.
+    # Problems with a mean score above 0.5 in the first run, but not in the second
     gained: tuple[int, ...]
     lost: tuple[int, ...]
 
@@ -62,7 +63,9 @@ def result(samples: Sequence[BenchmarkSample]) -> Result:
     groups = by_problem(samples)
     k = len(next(iter(groups.values())))
     right = {problem: [sample.score > 0 for sample in group] for problem, group in groups.items()}
-    powers = sorted({2**i for i in range(k.bit_length())} | {k})
+    partial = any(sample.score not in (0, 1) for sample in samples)
+    powers = () if partial else sorted({2**i for i in range(k.bit_length())} | {k})
+    votes = [majority([_vote(s) for s in group], right[problem]) for problem, group in groups.items()]
     known = all(sample.reward is not None for sample in samples)
     rewards = [statistics.fmean(s.reward or 0.0 for s in group) for group in groups.values()] if known else []
     return Result(
@@ -70,7 +73,7 @@ def result(samples: Sequence[BenchmarkSample]) -> Result:
         samples=k,
         accuracy=share(list(scores(samples).values()), k),
         pass_at={p: statistics.fmean(pass_at_k(k, sum(verdicts), p) for verdicts in right.values()) for p in powers},
-        majority=statistics.fmean(majority([_vote(s) for s in group], right[problem]) for problem, group in groups.items()),
+        majority=None if partial else statistics.fmean(votes),
         truncated=statistics.fmean(sample.stop == "length" for sample in samples),
         tokens=statistics.fmean(sample.tokens for sample in samples),
         unreadable=sum(any(sample.status == "bad_gold" for sample in group) for group in groups.values()),
@@ -177,12 +180,15 @@ class ResultTable:
 
 def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> ResultTable:
     """Return the table of measured results."""
+    partial = not all(r.pass_at for r in results.values())
+    score, graded = ("mean score", "over all samples") if partial else ("avg@k", "share of right samples")
     notes = [
-        "avg@k: share of right samples ± standard error, clustered by problem. 95 %: Wilson's interval for as many independent "
+        f"{score}: {graded} ± standard error, clustered by problem. 95 %: Wilson's interval for as many independent "
         "answers as have that error, and the bootstrap over problems. What another training seed would change is in neither.",
         "pass@k: unbiased, at least one of k samples right. maj@k: the most frequent answer is right; right ones count as one "
         "answer, wrong ones by their text.",
     ]
+    notes += ["A score that is neither 0 nor 1 leaves open what is right: no pass@k and maj@k there."] if partial else []
     alike: dict[str, list[str]] = {}
     for name, changed in changes.items():
         for change in changed:
@@ -197,7 +203,7 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
                 f"{title_of(name)}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
                 "these only the exact text counts as right."
             )
-    headings = ["", "problems", "k", "avg@k, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"]
+    headings = ["", "problems", "k", f"{score}, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"]
     return ResultTable(title, headings, [_row(name, r) for name, r in results.items()], notes)
 
 
@@ -205,9 +211,13 @@ def _row(name: str, r: Result) -> list[str]:
     error = "" if r.accuracy.standard_error is None else f" ± {100 * r.accuracy.standard_error:.2f}"
     return [
         title_of(name), str(r.problems), str(r.samples), f"{100 * r.accuracy.mean:.2f}{error}",
-        interval(r.accuracy.interval), interval(r.accuracy.bootstrap), f"{100 * r.pass_at[r.samples]:.2f}",
-        f"{100 * r.majority:.2f}", f"{100 * r.truncated:.1f}", f"{r.tokens:.0f}",
+        interval(r.accuracy.interval), interval(r.accuracy.bootstrap), _percent(r.pass_at.get(r.samples)),
+        _percent(r.majority), f"{100 * r.truncated:.1f}", f"{r.tokens:.0f}",
     ]  # fmt: skip
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.2f}"
 
 
 def paper_table(title: str, results: Mapping[str, Result], published: Sequence[PublishedRow]) -> ResultTable:
@@ -243,8 +253,8 @@ def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkCompariso
         )  # fmt: skip
     notes = [
         "difference: first minus second in points, paired by problem; 95 %: Student's t over problems, and the bootstrap.",
-        "better, worse: problems with a higher and a lower score; p: sign test of that split. gained, lost: problems that most "
-        "samples solve in one run and not in the other.",
+        "better, worse: problems with a higher and a lower score; p: sign test of that split. gained, lost: problems whose "
+        "mean score is above 0.5 in one run and not in the other.",
         f"Even where nothing differs, one of {len(compared)} intervals misses 0 with a chance of up to "
         f"{min(100, 5 * len(compared))} %. They say nothing of other training seeds.",
     ]

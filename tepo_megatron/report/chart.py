@@ -92,10 +92,11 @@ def band(curves: Curves, low: np.ndarray, high: np.ndarray, color: str, label: s
     return Series("band", label, color, curves.steps, [low, high], opacity=0.6 if color == GREY else 0.22)
 
 
-def points(results: Sequence[tuple[float, float, float]], color: str, label: str) -> Series:
-    """Return points with error bars: (step, mean, standard error) of each."""
+def points(results: Sequence[tuple[float, float, float]], color: str, label: str, dash: str = "-") -> list[Series]:
+    """Return points with error bars, (step, mean, standard error) of each, and the line through them, which has the label."""
     x, mean, error = np.array(results, dtype=float).reshape(-1, 3).T
-    return Series("points", label, color, x, [mean, mean - error, mean + error])
+    bars = Series("points", "", color, x, [mean, mean - error, mean + error])
+    return [bars, Series("line", label, color, x, [mean], dash)]
 
 
 def on_page(chart: Chart, last_step: float) -> dict[str, Any]:

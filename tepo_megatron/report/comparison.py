@@ -9,7 +9,7 @@ import numpy as np
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.report import evaluations
-from tepo_megatron.report.chart import BLUE, GREEN, ORANGE, PURPLE, RED, Chart, ChartAxis, Series
+from tepo_megatron.report.chart import BLUE, GREEN, ORANGE, PURPLE, RED, Chart, ChartAxis, Series, points
 from tepo_megatron.report.curves import NOTHING, QUANTITIES, Quantity, at_end
 from tepo_megatron.report.evaluations import HeldOut
 from tepo_megatron.report.panels import PAPER
@@ -46,8 +46,7 @@ def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> dict
     (key, value in each run) of those that are not the same in all runs.
     """
     records = list(runs.values())
-    shown = [quantity for quantity in QUANTITIES if any(quantity.key in run.curves for run in records)]
-    rows = [_figures(quantity, records) for quantity in shown]
+    rows = [_figures(q, records) for q in QUANTITIES if any(q.key in run.curves for run in records)]
     rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
     return {
         "charts": overlays(records),
@@ -60,8 +59,23 @@ def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> dict
 
 
 def overlays(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return a chart for each quantity that some run has, with a line per run."""
-    return [_overlay(quantity, runs) for quantity in QUANTITIES if any(quantity.key in run.curves for run in runs)]
+    """Return a chart for each evaluation and each quantity that some run has, with a line per run."""
+    shown = [quantity for quantity in QUANTITIES if any(quantity.key in run.curves for run in runs)]
+    evaluated = dict.fromkeys(name for run in runs for name in run.evaluations)
+    return [*(_evaluations(name, runs) for name in evaluated), *(_overlay(quantity, runs) for quantity in shown)]
+
+
+def _evaluations(evaluation: str, runs: Sequence[RunRecord]) -> Chart:
+    series: list[Series] = []
+    for place, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
+        if evaluation in run.evaluations:
+            series += points(run.evaluations[evaluation], color(place), name, _dash(place))
+    caption = "Mean score ± standard error, clustered by problem."
+    return Chart(f"Evaluation: {evaluation.replace('_', ' ')}", caption, [ChartAxis(series, format="percent")])
+
+
+def _dash(place: int) -> str:
+    return DASHES[place // len(COLORS) % len(DASHES)]
 
 
 def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
@@ -69,8 +83,7 @@ def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
     widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # decreasing, so identical curves all show
     for place, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
         values = run.curves.between(key) if quantity.sparse else run.curves[key]
-        dash = DASHES[place // len(COLORS) % len(DASHES)]
-        series.append(Series("line", name, color(place), run.curves.steps, [values], dash, float(widths[place])))
+        series.append(Series("line", name, color(place), run.curves.steps, [values], _dash(place), float(widths[place])))
     least = 0.01 if quantity.percent else 0.0 if key in _FROM_ZERO else None
     scale = "log" if key.startswith("rollout/logprob_diff") else "linear"
     axis = ChartAxis(series, format="percent" if quantity.percent else "", scale=scale, least=least)

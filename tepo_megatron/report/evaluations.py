@@ -88,7 +88,7 @@ def accuracies(results: Sequence[tuple[str, float, float, str]], caption: str) -
     for label, mean, error, color in results:
         ends = max(mean - _HALF * error, 0.0), min(mean + _HALF * error, 1.0)  # an accuracy lies in [0, 1]
         series.append(Series("points", label, color, np.zeros(1), [np.array([value]) for value in (mean, *ends)]))
-    return Chart("Accuracy on held-out problems", caption, [ChartAxis(series, format="percent", across=True)])
+    return Chart("Accuracy (mean score) on held-out problems", caption, [ChartAxis(series, format="percent", across=True)])
 
 
 def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str]]:

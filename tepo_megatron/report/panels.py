@@ -39,8 +39,6 @@ SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # not a limit: mean seconds per s
 def learning(run: RunRecord) -> Chart:
     """Reward and accuracy of rollouts, and below them the evaluations, if there are any."""
     curves, evaluations = run.curves, run.evaluations
-    if not evaluations and run.summary and run.summary.evaluations:  # a run of an earlier version
-        evaluations = {"held_out": run.summary.evaluations}
     if np.array_equal(curves["reward/mean"], curves["accuracy/mean"], equal_nan=True):
         series = [line(curves, "accuracy/mean", BLUE, "rollouts: reward = accuracy")]
     else:
@@ -48,13 +46,12 @@ def learning(run: RunRecord) -> Chart:
             line(curves, "reward/mean", ORANGE, "rollouts: reward"),
             line(curves, "accuracy/mean", BLUE, "accuracy"),
         ]
-    axes, evaluated = [ChartAxis(series, format="percent")], []
+    axes, evaluated = [ChartAxis(series, format="percent")], list[Series]()
     keys = curves.named("reward/terms/")
     terms = [line(curves, key, color, f"term {key[13:]}") for key, color in zip(keys, itertools.cycle(EVALUATION_COLORS))]
     axes += [ChartAxis(terms)] if terms else []
     for (name, results), color in zip(evaluations.items(), itertools.cycle(EVALUATION_COLORS), strict=False):
-        bars = points(results, color, "")
-        evaluated += [bars, Series("line", f"evaluation: {name.replace('_', ' ')}", color, bars.x, bars.rows[:1])]
+        evaluated += points(results, color, f"evaluation: {name.replace('_', ' ')}")
     axes += [ChartAxis(evaluated, format="percent")] if evaluated else []
     caption = "All samples of training"
     caption += "; below, the evaluations ± standard error, clustered by problem." if evaluated else "."
@@ -101,10 +98,10 @@ def lost(run: RunRecord) -> Chart | None:
 
 
 def ratio(run: RunRecord) -> Chart:
-    """Importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile."""
+    """Importance ratio that the objective uses: median, 1st and 99th percentile over tokens."""
     low, high = (run.curves[f"tepo/ratio_{q}"] for q in ("p01", "p99"))
     spread = band(run.curves, low, high, GREEN, "1st to 99th percentile")
-    caption = "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."
+    caption = "Per token or per sequence, as the objective has it; 1 if it has none. Clip bounds act outside 1 ± eps."
     axis = ChartAxis([line(run.curves, "tepo/ratio_p50", GREEN, "median"), spread], [ReferenceLine(1.0)])
     return Chart("Ratio w to the old policy", caption, [axis])
 
@@ -291,14 +288,14 @@ PAPER = {
         title="Figure 3b: gradient norm",
         label="before gradient clipping",
         color=PURPLE,
-        caption=f"Figure 3b of {SOURCE}, in percent of what it does not say: TEPO's is higher throughout.",
+        caption=f"Figure 3b of {SOURCE}: TEPO's is higher throughout. It prints percent, but not of what.",
         least=0.0,
     ),
 }
 FINE_TUNING = (cross_entropy, gradients, throughput)
 _SECTIONS: dict[str, tuple[Callable[[RunRecord], Chart | None], ...]] = {
     "Learning": (learning, entropy, updates, sampling, lost),
-    "TEPO": (ratio, entropy_change, token_shares, constraints),
+    "Objective": (ratio, entropy_change, token_shares, constraints),
     "Mismatch and time": (mismatch, seconds, throughput, memory),
 }
 

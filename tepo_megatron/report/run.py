@@ -63,12 +63,12 @@ def read_run(folder: Path) -> RunRecord:
     notes = (*(f"{METRICS_FILE}: {fault}." for fault in steps.faults), *(f"{alert.message}." for alert in alerts))
     notes += tuple(lost_samples(folder / "log.txt"))
     summary = read_summary(folder / "summary.json")
-    curves, evaluations = Curves.of(steps.records), evaluations_of(steps.evaluations)
+    curves, evaluations = Curves.of(steps.records), evaluations_of(steps.evaluations, summary)
     return RunRecord(folder, load_config(folder / "config.yaml"), curves, summary, notes, evaluations)
 
 
-def evaluations_of(records: Sequence[Mapping[str, float | None]]) -> Evaluations:
-    """Return the evaluations in their records, which are ascending by step."""
+def evaluations_of(records: Sequence[Mapping[str, float | None]], summary: Summary | None) -> Evaluations:
+    """Return the evaluations in their records, which are ascending by step; those of the summary if there are none."""
     by_name: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
         for key, mean in record.items():
@@ -76,6 +76,8 @@ def evaluations_of(records: Sequence[Mapping[str, float | None]]) -> Evaluations
             if kind == "accuracy" and mean is not None:
                 row = int(record["step"] or 0), mean, record.get(f"{prefix}/standard_error") or 0.0
                 by_name.setdefault(prefix.removeprefix(EVALUATION), []).append(row)
+    if not by_name and summary and summary.evaluations:  # a run of an earlier version
+        return {"held_out": summary.evaluations}
     return by_name
 
 

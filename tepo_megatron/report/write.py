@@ -27,15 +27,14 @@ from tepo_megatron.config.io import to_yaml
 from tepo_megatron.config.safety import safety_checks
 from tepo_megatron.report import comparison, curves, evaluations, panels, samples, tokens
 from tepo_megatron.report.chart import BLUE, MUTED, Chart, ChartAxis, Series, css_color, on_page
-from tepo_megatron.report.curves import Curves
-from tepo_megatron.report.run import RunRecord, Summary, facts, read_run
+from tepo_megatron.report.run import RunRecord, facts, read_run
 
 # the light colours of style.css; text of a picture is not scaled with a page, so some are lighter here
 _COLORS = {
     "ink": "#1f2933", "muted": "#6b7785", "grey": "#c3cad3", "blue": "#2f6fde", "orange": "#e8833a", "green": "#2a9d78",
     "purple": "#8a63d2", "red": "#d64550",
 }  # fmt: skip
-_STYLE = {
+STYLE = {
     "font.size": 10, "text.color": _COLORS["ink"], "axes.titlesize": 11.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.titlepad": 22, "axes.edgecolor": _COLORS["grey"], "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "axes.formatter.useoffset": False,
@@ -55,7 +54,7 @@ _PANELS = (
 def write_picture(run: RunRecord) -> Path:
     """Draw the run into its folder; return the picture's path. An older picture is replaced atomically."""
     path = run.folder / "report.png"
-    with matplotlib.rc_context(_STYLE), replacing(path, durable=False) as unfinished:
+    with matplotlib.rc_context(STYLE), replacing(path, durable=False) as unfinished:
         draw(run).savefig(unfinished, format="png", dpi=130)
     return path
 
@@ -90,7 +89,7 @@ def _draw(figure: Figure, cell: SubplotSpec, chart: Chart, last_step: float) -> 
         plot.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=(1, 2, 5, 10)))
         plot.set_xlim(-0.015 * last_step, 0.5 + 1.015 * last_step)
         # one row between title and axes, where it never hides data
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 6}
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 7}
         plot.legend(**place, borderpad=0, borderaxespad=0.3, handlelength=1.4, columnspacing=1.3)
 
 
@@ -145,11 +144,6 @@ def _heading(figure: Figure, run: RunRecord) -> None:
         figure.text(0.985, lower, f"evaluation accuracy {when}, ± standard error", fontsize=11, ha="right", color=muted)
     figure.text(0.05, upper, run.cfg.name, fontsize=19, fontweight="bold")
     figure.text(0.05, lower, "  ·  ".join(facts(run)), fontsize=11, color=muted)
-
-
-__all__ = [
-    "Curves", "RunRecord", "Summary", "print_results", "read_run", "write_comparison", "write_page", "write_report",
-]  # fmt: skip
 
 
 def write_report(run_dir: Path) -> Path:

@@ -68,4 +68,4 @@ def test_a_run_logs_alerts_and_a_resumed_one_does_not_repeat_them(tmp_path: Path
     capsys.readouterr()
     assert main(["alerts", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "1 alerts in 5 steps" in printed and "use easier or harder prompts" in printed
+    assert "1 alert in 5 steps" in printed and "use easier or harder prompts" in printed

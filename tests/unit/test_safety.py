@@ -22,9 +22,9 @@ OFF: list[tuple[dict[str, Any], str]] = [
     ({"sync": {"max_logprob_diff": 3.0}}, r"sync\.max_logprob_diff=3 is more than stale weights move a log-prob"),
     ({}, r"sync\.verify_every=0 asks for none"),
     ({"sync": {"verify_every": 73}}, r"sync\.verify_every=73 is more than training\.steps=72: no update is checked"),
-    (EVAL, "of those after version 71 perhaps none"),
-    (EVAL | {"rollout": {"max_staleness": 1}}, "of those after version 70 perhaps none"),
-    (EVAL | {"rollout": {"max_staleness": 3}}, "of those after version 68 perhaps none"),
+    (EVAL, "perhaps never for versions after 71; sync.verify_every=1 "),
+    (EVAL | {"rollout": {"max_staleness": 1}}, "perhaps never for versions after 70; sync.verify_every=1 "),
+    (EVAL | {"rollout": {"max_staleness": 3}}, "perhaps never for versions after 68; sync.verify_every=1 "),
     (
         {"rollout": {"replay_experts": True, "engine": "sglang"}, "sync": {"verify_every": 1}},
         r"a wrong choice is not seen; a stale router is.*checksums \(sync\.verify_every\) are of routers",

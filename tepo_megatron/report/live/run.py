@@ -76,13 +76,14 @@ class LiveRun:
         data = path.read_bytes() if path.exists() else b""
         steps = steps_of(parse_lines(data[: data.rfind(b"\n") + 1]))  # a line without its end is still being written
         self.curves = Curves.of(steps.records)
-        self._thinned, self._evaluations = self.curves.thinned(), evaluations_of(steps.evaluations)
+        self._thinned = self.curves.thinned()
         self._notes += [f"{METRICS_FILE}: {fault}." for fault in steps.faults]
         try:
             self._cfg = load_config(self.folder / "config.yaml")
             self._summary = read_summary(self.folder / "summary.json")
         except (ConfigError, DataError, OSError) as e:
             self._notes.append(excerpt(str(e), 500))
+        self._evaluations = evaluations_of(steps.evaluations, self._summary)
 
     @property
     def name(self) -> str:

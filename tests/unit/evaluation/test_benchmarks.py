@@ -16,7 +16,7 @@ from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, MODELS, PUBLISHED
 from tepo_megatron.evaluation.problems import load_benchmarks
-from tepo_megatron.evaluation.results import compare, over_benchmarks, over_samples, result
+from tepo_megatron.evaluation.results import NOTHING, compare, figures, over_benchmarks, over_samples, result
 from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples, to_lines
 from tests.tiny import char_tokenizer
 
@@ -173,6 +173,18 @@ def test_a_result_by_hand() -> None:
     assert result([dataclasses.replace(s, status="bad_gold") for s in samples]).unreadable == 2
     with pytest.raises(DataError, match="3 to 4 samples"):
         result(samples[:-1])
+
+
+def test_partial_credit_is_a_mean_score_and_has_no_right_answers() -> None:
+    whole = [sample(p, k, k == 0) for p in range(3) for k in range(2)]
+    partial = [*whole[:-1], dataclasses.replace(whole[-1], score=0.1)]
+    found = result(partial)
+    assert (found.accuracy.mean, found.pass_at, found.majority) == (pytest.approx(3.1 / 6), {}, None)
+    for samples, score, pass_at in ((whole, "avg@k, % ± SE", "100.00"), (partial, "mean score, % ± SE", NOTHING)):
+        grid = figures("model", {"sums": result(samples)}, {})
+        cells = dict(zip(grid.headings, grid.rows[0], strict=True))
+        assert cells["pass@k"] == pass_at and cells[score].startswith(f"{100 * result(samples).accuracy.mean:.2f} ± ")
+        assert any("neither 0 nor 1" in note for note in grid.notes) == (samples is partial)
 
 
 def test_two_runs_are_compared_problem_by_problem() -> None:

@@ -152,7 +152,11 @@ def test_files_are_asked_as_they_are_and_graded_by_the_runs_reward(
     assert "no sample was graded above 0" not in printed
     (tmp_path / "none.py").write_text("def none(prompt, response, answer):\n    return 0.0\n")
     evaluated("none", "--reward.terms", f"[{{type: custom, function: '{tmp_path}/none.py:none'}}]")
-    assert "sums: no sample was graded above 0; see" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "sums: no sample was graded above 0; see" in printed and "sums: avg@2 0.00 %" in printed
+    (tmp_path / "half.py").write_text("def half(prompt, response, answer):\n    return 0.5\n")
+    evaluated("half", "--reward.terms", f"[{{type: custom, function: '{tmp_path}/half.py:half'}}]")
+    assert "sums: mean score 50.00 %" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"sums: grader was .* and is .*; resume with what it was"):
         evaluated("first", *other, "--resume", "true")
     with pytest.raises(ConfigError, match=r"amc\.jsonl: the name 'amc' is a benchmark's or another file's; rename the file"):

@@ -3,14 +3,16 @@
 import json
 from pathlib import Path
 
+import matplotlib
 import pytest
+from matplotlib.text import Text
 
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.report.chart import Chart
 from tepo_megatron.report.live.run import LiveRun
 from tepo_megatron.report.panels import learning, sections
 from tepo_megatron.report.run import read_run
-from tepo_megatron.report.write import write_report
+from tepo_megatron.report.write import STYLE, draw, write_report
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
@@ -83,6 +85,27 @@ def test_the_diagnostics_are_drawn_as_recorded(tmp_path: Path) -> None:
     (tmp_path / "summary.json").unlink()
     write_run(tmp_path, rows)
     assert len(charts(tmp_path)["Reward and accuracy"].axes) == 1, "a run without evaluations has no such axis"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_no_legend_of_the_picture_hides_a_title(tmp_path: Path, ahead: int) -> None:
+    write_run(tmp_path, measured(4), rollout={"max_staleness": ahead})
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    with matplotlib.rc_context(STYLE):
+        figure = draw(read_run(tmp_path))
+        figure.draw_without_rendering()
+    titles = {text.get_text(): text for text in figure.findobj(Text) if text.get_text() and text.get_fontweight() == "bold"}
+    assert "Seconds per step" in titles
+    for plot in figure.axes:
+        legend, title = plot.get_legend(), titles.get(plot.get_title(loc="left"))
+        assert title is None or not legend.get_window_extent().overlaps(title.get_window_extent()), title.get_text()
+
+
+def test_the_objective_of_a_run_need_not_be_tepo(tmp_path: Path) -> None:
+    write_run(tmp_path, measured(2), objective={"name": "grpo"})
+    shown = sections(read_run(tmp_path))
+    assert list(shown)[1] == "Objective" and "sequence's" not in shown["Objective"][0].caption
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron.base.errors import ConfigError, DataError
 from tepo_megatron.command import parsers
 from tepo_megatron.report import panels
-from tepo_megatron.report.comparison import compare, names
+from tepo_megatron.report.comparison import compare, names, overlays
 from tepo_megatron.report.evaluations import read_held_out
+from tepo_megatron.report.live.run import LiveRun, compared
 from tepo_megatron.report.run import read_run
 from tepo_megatron.report.write import write_comparison, write_page, write_report
 from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run
@@ -176,8 +177,30 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert said in shown["differences"][0][1] and said in page.said and "49.0% (+25.0 points)" in page.said
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert len(ids) == len(set(ids))
-    curves = [(series["label"], series["color"]) for series in page.charts()[0]["series"]]
+    curves = [(series["label"], series["color"]) for series in page.charts()[0]["series"] if series["label"]]
     assert curves == [("a", "var(--blue)"), ("b", "var(--orange)")]
+
+
+def test_evaluations_of_several_runs_share_axes(tmp_path: Path) -> None:
+    folders = two_runs(tmp_path)
+    with (folders[1] / "metrics.jsonl").open("a") as file:
+        for step in (0, 6):
+            keys = {"held_out/accuracy": 0.1 * step, "held_out/standard_error": 0.1, "aime24/accuracy": 0.2}
+            file.write(json.dumps({"step": step} | {f"evaluation/{key}": value for key, value in keys.items()}) + "\n")
+    live = [LiveRun(folder, place) for place, folder in enumerate(folders)]
+    for run in live:
+        run.refresh()
+    for runs in ([read_run(folder) for folder in folders], [run.thinned for run in live]):
+        held_out, aime, *_ = overlays(runs)
+        of_first, of_second = held_out.axes[0].series[1::2]
+        assert [(s.label, s.x.tolist(), s.rows[0].tolist()) for s in (of_first, of_second)] == [
+            ("a", [0, 4], [0.19, 0.81]),  # of summary.json, where an earlier version recorded no steps
+            ("b", [0, 6], [0, pytest.approx(0.6)]),
+        ]
+        assert held_out.axes[0].series[2].rows[1].tolist() == [pytest.approx(-0.1), pytest.approx(0.5)]
+        assert [(s.label, s.color) for s in aime.axes[0].series] == [("", "orange"), ("b", "orange")]
+    shown = compared(live)["charts"]
+    assert [chart["title"] for chart in shown[:2]] == [held_out.title, aime.title]
 
 
 def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
