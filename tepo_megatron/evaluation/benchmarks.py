@@ -130,7 +130,7 @@ class PublishedRow:
         return f"{self.table}: {self.model}, {METHODS[self.method]}"
 
 
-def _read_row() -> tuple[PublishedRow, ...]:
+def _read_rows() -> tuple[PublishedRow, ...]:
     rows, table = [], ""
     for line in _ROWS.strip().splitlines():
         if line.startswith("# "):
@@ -142,7 +142,7 @@ def _read_row() -> tuple[PublishedRow, ...]:
     return tuple(rows)
 
 
-PUBLISHED = _read_row()
+PUBLISHED = _read_rows()
 MODELS = tuple(dict.fromkeys(row.model for row in PUBLISHED))
 
 
