@@ -114,7 +114,7 @@ def preflight(cfg: Config, lengths: Mapping[str, int] | None = None) -> None:
         replayed_routing,
     )
     from tepo_megatron.engines.servers.environment import check_cache
-    from tepo_megatron.evaluation.problems import check_sources
+    from tepo_megatron.evaluation.benchmarks import check_sources
     from tepo_megatron.models.families import check_tokenizer, find_family, read_config
     from tepo_megatron.models.hf_io import HfReader, check_positions
     from tepo_megatron.rewards.build import check_reward

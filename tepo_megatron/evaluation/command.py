@@ -17,7 +17,7 @@ from tepo_megatron.engines.engine import RolloutEngine
 from tepo_megatron.engines.engine_api import LaunchSpec
 from tepo_megatron.engines.engines import build_engine
 from tepo_megatron.engines.servers.environment import check_cache
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS, rows_of, title_of
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Problems, load_benchmarks, load_files, rows_of, title_of
 from tepo_megatron.evaluation.folder import (
     RECORD_FILE,
     TABLE_FILE,
@@ -26,7 +26,6 @@ from tepo_megatron.evaluation.folder import (
     read_record,
     samples_file,
 )
-from tepo_megatron.evaluation.problems import Problems, load_benchmarks, load_files
 from tepo_megatron.evaluation.results import figures, paper_table
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.models.families import find_family, read_config

@@ -13,8 +13,7 @@ from typing import Any
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.base.storage import replace_file
 from tepo_megatron.data.stream import fingerprint
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS, title_of
-from tepo_megatron.evaluation.problems import Problems
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Problems, title_of
 from tepo_megatron.evaluation.results import Result, ResultTable, compare, comparison, result
 from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, read_samples, to_lines
 

@@ -17,9 +17,9 @@ from tepo_megatron.base.seeding import derive_seed
 from tepo_megatron.base.types import Prompt, SamplingParams
 from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.engines.engine import Sampler
+from tepo_megatron.evaluation.benchmarks import Problems
 from tepo_megatron.evaluation.folder import RECORD_FILE, EvaluationFolder, compare_folders, read_record
 from tepo_megatron.evaluation.held_out import Accuracy, evaluate, write_evaluation
-from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, over_benchmarks
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.statistics import ScoreEstimate

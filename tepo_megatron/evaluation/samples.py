@@ -13,8 +13,8 @@ from tepo_megatron.base import records
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.base.seeding import derive_seed
 from tepo_megatron.engines.engine import Sampler
+from tepo_megatron.evaluation.benchmarks import Problems
 from tepo_megatron.evaluation.held_out import sample_and_grade
-from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.rewards.grading.answers import last_boxed
 from tepo_megatron.rewards.terms import Decode, WeightedReward
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tepo_megatron.report.curves import Curves
+from tepo_megatron.report.run import Curves
 
 # variables of style.css, which has a value of each for light and for dark mode
 INK, MUTED, GREY = "ink", "muted", "grey"

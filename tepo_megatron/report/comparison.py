@@ -10,10 +10,9 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.report import evaluations
 from tepo_megatron.report.chart import BLUE, GREEN, ORANGE, PURPLE, RED, Chart, ChartAxis, Series, points
-from tepo_megatron.report.curves import NOTHING, QUANTITIES, Quantity, at_end
 from tepo_megatron.report.evaluations import HeldOut
 from tepo_megatron.report.panels import PAPER
-from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.run import NOTHING, QUANTITIES, Quantity, RunRecord, at_end
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 DASHES = ("-", "--", ":", "-.")  # used after the colours run out

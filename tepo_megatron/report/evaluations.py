@@ -20,8 +20,7 @@ from tepo_megatron.config import DataConfig
 from tepo_megatron.data.schemas import Messages, detect, prompt_and_answer
 from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.report.chart import Chart, ChartAxis, Series
-from tepo_megatron.report.curves import NOTHING
-from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.run import NOTHING, RunRecord
 from tepo_megatron.report.samples import ReportSample, SampleGroup, of_text, shortened
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from tepo_megatron.report.chart import (
     line,
     points,
 )
-from tepo_megatron.report.curves import at_end
-from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.run import RunRecord, at_end
 
 _TRAINED = {"old_stats": PURPLE, "reference": MUTED, "update": GREEN, "sync": RED}
 PHASES = {"rollout": BLUE, "grading_wait": ORANGE, **_TRAINED}

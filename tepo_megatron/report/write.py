@@ -25,9 +25,9 @@ from tepo_megatron.base.run_lock import RunLock
 from tepo_megatron.base.storage import replace_file, replacing
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.config.safety import safety_checks
-from tepo_megatron.report import comparison, curves, evaluations, panels, samples, tokens
+from tepo_megatron.report import comparison, evaluations, panels, samples, tokens
 from tepo_megatron.report.chart import BLUE, MUTED, Chart, ChartAxis, Series, css_color, on_page
-from tepo_megatron.report.run import RunRecord, facts, read_run
+from tepo_megatron.report.run import WINDOW, RunRecord, facts, read_run, table
 
 # the light colours of style.css; text of a picture is not scaled with a page, so some are lighter here
 _COLORS = {
@@ -218,7 +218,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         script=Markup(script),
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
-        window=curves.WINDOW,
+        window=WINDOW,
         last_step=max(run.last_step for run in runs),
         runs=views,
         comparison=compared,
@@ -246,7 +246,7 @@ def _view(run: RunRecord, name: str, place: int) -> dict[str, Any]:
         "benchmarks": suite,
         "samples": samples.read_samples(run),
         "tokens": tokens.read_tokens(run),
-        "table": curves.table(run.curves),
+        "table": table(run.curves),
         "config": to_yaml(run.cfg),
         "last_step": run.last_step,
     }

@@ -32,7 +32,7 @@ from tepo_megatron.data import (
 )
 from tepo_megatron.engines.engine import STATES, EngineReport, RolloutEngine, ServerReport
 from tepo_megatron.engines.engines import beginning, build_engine, first_server_device, launch_of, replayed_routing
-from tepo_megatron.evaluation.problems import load_benchmarks
+from tepo_megatron.evaluation.benchmarks import load_benchmarks
 from tepo_megatron.evaluation.run_evaluations import BenchmarkRuns, Evaluations
 from tepo_megatron.monitor.alerts import RULES, key_of
 from tepo_megatron.monitor.metrics_server import KEY_FILE, as_text, merged, of_step, parsed, serve_metrics

@@ -24,7 +24,7 @@ from tepo_megatron.evaluation.results import NOTHING, ResultTable
 from tepo_megatron.evaluation.statistics import MIN_SEEDS, NORMAL_95, Estimate, over_problems, paired_difference
 from tepo_megatron.monitor.sinks import read_metrics
 from tepo_megatron.report.ablation.plan import AblationPlan, read_plan
-from tepo_megatron.report.curves import Curves
+from tepo_megatron.report.run import Curves
 
 FILE_WIDTH = 170  # width in characters if the output is no terminal
 

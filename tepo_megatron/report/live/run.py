@@ -21,9 +21,19 @@ from tepo_megatron.monitor.sinks import METRICS_FILE
 from tepo_megatron.report.audit.reading import read_batch, read_update
 from tepo_megatron.report.chart import css_color, rounded
 from tepo_megatron.report.comparison import color, overlays
-from tepo_megatron.report.curves import BUCKETS, NOTHING, Curves, table
 from tepo_megatron.report.panels import sections, time_shares
-from tepo_megatron.report.run import Evaluations, RunRecord, Summary, evaluations_of, facts, read_summary
+from tepo_megatron.report.run import (
+    BUCKETS,
+    NOTHING,
+    Curves,
+    Evaluations,
+    RunRecord,
+    Summary,
+    evaluations_of,
+    facts,
+    read_summary,
+    table,
+)
 from tepo_megatron.report.samples import (
     ReportSample,
     TextSpan,

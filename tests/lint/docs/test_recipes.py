@@ -13,7 +13,7 @@ from tepo_megatron.base.errors import DataError
 from tepo_megatron.command.start import preflight
 from tepo_megatron.config.io import load_config
 from tepo_megatron.config.objective import ClipCov, KlCov, Steer
-from tepo_megatron.evaluation.problems import check_sources
+from tepo_megatron.evaluation.benchmarks import check_sources
 from tepo_megatron.losses import OBJECTIVES
 from tepo_megatron.service.method import resolve
 

@@ -14,8 +14,7 @@ import pytest
 from tepo_megatron import config
 from tepo_megatron.base.errors import DataError
 from tepo_megatron.config import EvaluationConfig
-from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, MODELS, PUBLISHED
-from tepo_megatron.evaluation.problems import load_benchmarks
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, COLUMNS, MODELS, PUBLISHED, load_benchmarks
 from tepo_megatron.evaluation.results import NOTHING, compare, figures, over_benchmarks, over_samples, result
 from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples, to_lines
 from tests.tiny import char_tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tepo_megatron.base.run_lock import LOCK_FILE, RunLock
-from tepo_megatron.report.curves import BUCKETS, NOTHING, Curves
 from tepo_megatron.report.live.run import LiveRun, compared
+from tepo_megatron.report.run import BUCKETS, NOTHING, Curves
 from tests.report_runs import measured, records, write_run
 
 
