@@ -29,7 +29,7 @@ TRAINING = ("old_stats", "reference", "update")
 JOINING = "joining the servers in"  # + the group's name: a phase with its own deadline, where every rank progresses
 VERDICT = "watch/verdict"  # key of the explanation that every rank ends with; the rank that finds a fault first sets it
 _COLLECTIVES = os.path.join("torch", "distributed", "")
-_TRACED = os.path.join("trainer", "tracing.py")
+TRACED = "traced_call"  # function through which `trainer/tracing.py` calls a collective: the caller is the place
 
 
 @dataclass
@@ -221,7 +221,7 @@ def place_of(frame: FrameType | None) -> str:
     collective, line = "", ""
     while frame is not None and not line:
         path = frame.f_code.co_filename
-        if path.endswith(_TRACED):  # the caller is the place, also in a traced step
+        if frame.f_code.co_name == TRACED:
             frame = frame.f_back
             continue
         if _COLLECTIVES in path and frame.f_code.co_name != "wrapper":  # skip the wrapper of its logger

@@ -146,7 +146,7 @@ def traced_collectives() -> Iterator[None]:
 
 def _traced(name: str, original: Callable[..., Any], inside: threading.local) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def traced_call(*args: Any, **kwargs: Any) -> Any:  # this name is `hang_watchdog.TRACED`
         if getattr(inside, "call", False):
             return original(*args, **kwargs)
         inside.call = True
@@ -156,7 +156,7 @@ def _traced(name: str, original: Callable[..., Any], inside: threading.local) ->
         finally:
             inside.call = False
 
-    return call
+    return traced_call
 
 
 def _described(values: tuple[Any, ...]) -> dict[str, Any]:

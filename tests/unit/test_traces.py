@@ -2,16 +2,20 @@
 
 import asyncio
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tepo_megatron.command import parsers
 from tepo_megatron.command.trace_request import coverage, read_trace
+from tepo_megatron.monitor.hang_watchdog import place_of
 from tepo_megatron.monitor.trace_file import TracePart, merge, step_folder, trace_path, write_part
 from tepo_megatron.monitor.tracer import SAME, ClockOffset, Recording, Tracer, best_offset
+from tepo_megatron.trainer.tracing import traced_collectives
 from tests.chrome import named, rows
 
 
@@ -107,3 +111,12 @@ def test_parts_of_other_machines_are_merged_later(tmp_path: Path, capsys: pytest
     assert (
         parsers.main(["trace", str(tmp_path), "--step", "4"]) == 1 and "rank-0.part.json: not a part" in capsys.readouterr().err
     )
+
+
+def test_a_rank_that_hangs_in_a_traced_step_is_at_the_caller_of_its_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+    monkeypatch.setattr(dist, "barrier", lambda: places.append(place_of(sys._getframe())))
+    with traced_collectives():
+        dist.barrier()
+    dist.barrier()
+    assert places[0] == places[1] and "tracing" not in places[0]

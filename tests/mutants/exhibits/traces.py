@@ -37,4 +37,14 @@ EXHIBITS = (
         new="if not lane or end <= lane[-1][0]:",
         tests=("tests/unit/test_traces.py::test_a_trace_of_threads_and_of_an_event_loop_is_valid",),
     ),
+    Exhibit(
+        name="a_name_of_a_moved_file_is_left",
+        source="our own: the watchdog skipped the frames of a file by its old name",
+        bug="The file was renamed, and the string that names it was not; nothing imports it, so nothing fails.",
+        cost="A rank that hangs in a traced step is reported at the tracer's own line.",
+        symbol="place_of",
+        old="frame.f_code.co_name == TRACED",
+        new='frame.f_code.co_filename.endswith("distributed/collective_spans.py")',
+        tests=("tests/unit/test_traces.py::test_a_rank_that_hangs_in_a_traced_step_is_at_the_caller_of_its_collective",),
+    ),
 )
