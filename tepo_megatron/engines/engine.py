@@ -207,7 +207,7 @@ class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):
     """
 
 
-ABORTED = "abort"  # stop reason of an aborted response, in both engines
+ABORTED = "abort"  # stop reason of an aborted response, in all engines
 
 
 @dataclass(frozen=True)

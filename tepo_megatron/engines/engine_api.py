@@ -90,7 +90,7 @@ async def even_if_refused(request: Awaitable[Any]) -> None:
 
 
 async def describe(send: Send, engine_version: object, label: object) -> ServerInfo:
-    """Return a server's description. Its longest sequence comes from OpenAI's list of models, which both engines have."""
+    """Return a server's description. Its longest sequence comes from OpenAI's list of models, which all engines have."""
     length = int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
     return ServerInfo(str(engine_version), str(label), length)
 
@@ -127,7 +127,7 @@ class EngineApi(Protocol):
     async def interrupt(self, send: Send) -> None:
         """Abort the requests in flight.
 
-        They return the tokens sampled so far; the stop reason of aborted samples is `partial.ABORTED`.
+        They return the tokens sampled so far; the stop reason of aborted samples is `engine.ABORTED`.
         """
 
     async def begin_update(self, send: Send, broken_off: bool) -> None:

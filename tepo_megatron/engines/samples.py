@@ -27,7 +27,7 @@ EXPERT_BYTES = 8  # limit per expert of one layer and token
 MASK_BYTES, MASK_VALUES = 16, 2  # limits per token and id of a sampling mask in an answer
 # values with which an engine does not change the distribution otherwise
 _UNCHANGED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-RETURN_EXPERTS = "--enable-return-routed-experts"  # option of both engines' servers
+RETURN_EXPERTS = "--enable-return-routed-experts"  # option of vLLM's and SGLang's servers
 
 
 def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
@@ -63,7 +63,7 @@ def _most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters of both engines."""
+    """Return the sampling parameters of all engines."""
     truncation = {"top_p": sampling.top_p, "top_k": sampling.top_k}
     return {"temperature": sampling.temperature, **truncation, **_UNCHANGED, "stop_token_ids": list(sampling.stop_token_ids)}
 

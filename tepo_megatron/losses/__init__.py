@@ -118,7 +118,7 @@ def _row(cfg: ObjectiveConfig) -> Objective:
 
 @functools.cache
 def _of_user(path: str) -> Objective:
-    """Return the `Objective` that a user's file defines. The file may add its own functions to the tables of parts."""
+    """Return the `Objective` that a user's file defines. It may add its own functions to the tables of parts."""
     row = load(path, "objective.name", "an Objective").value
     if not isinstance(row, Objective):
         raise ConfigError(f"objective.name={path}: it is no Objective but {type(row).__name__}; see docs/add_objective.md")

@@ -24,7 +24,8 @@ Mask = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def k1(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
-    """Return x, of either sign. Samples of pi_theta give KL(pi_theta || pi_other) in the mean, and a gradient of 0.
+    """Return x, of either sign. Samples of pi_theta give KL(pi_theta || pi_other) in the mean, and a gradient of 0: in a
+    loss it then only adds noise.
 
     Samples of pi_other give -KL(pi_other || pi_theta). As a penalty it then pushes pi_theta away from pi_other.
     """
@@ -50,8 +51,6 @@ def k3_importance_weighted(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
 
     Value and gradient are those of KL(pi_theta || pi_other) in the mean over samples of the old policy. Towards the old policy
     itself it is r ln r - r + 1. Outside of +-20 nats it is a constant there.
-
-
     Gradient: also through the weight r, without which it would be biased.
     """
     x_R = x_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

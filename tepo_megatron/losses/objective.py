@@ -97,11 +97,14 @@ def advantage_with_entropy(advantage_R: Tensor, entropy_R: Tensor, alpha: float,
     return advantage_R + torch.minimum(alpha * entropy_R.detach(), advantage_R.abs() / kappa)
 
 
-CHOICES: dict[str, Collection[str]] = {
-    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS,
-    "ref_kl.estimator": (*ESTIMATORS, FULL_VOCABULARY),
-    "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES | PER_TERM,
-}  # fmt: skip
+def choices() -> dict[str, Collection[str]]:
+    """Return the names that each part may have now: a user's file may have added some to the tables."""
+    return {
+        "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS,
+        "ref_kl.estimator": (*ESTIMATORS, FULL_VOCABULARY),
+        "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES,
+        "advantage": ADVANTAGES | PER_TERM,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,7 @@ class Objective(ObjectiveParts):
     overlong_shaping: bool = False  # subtract a penalty from the reward of responses close to the length limit
 
     def __post_init__(self) -> None:
-        for part, table in CHOICES.items():
+        for part, table in choices().items():
             name = _field(self, part)
             if name is not None and name not in table:
                 raise ConfigError(f"objective.{part}={name!r} is unknown; use one of {', '.join(table)}")

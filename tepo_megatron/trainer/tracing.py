@@ -96,7 +96,7 @@ class StepTracer:
             tracer.discard()
 
     def _call(self, name: str, *args: object) -> None:
-        """Make a call of `service_trace.ServiceTrace`, if this is rank 0."""
+        """Make a call of `trace.ServiceTrace`, if this is rank 0."""
         if self._service is not None:
             self._service.call(f"trace.{name}", *args)
 

@@ -162,6 +162,7 @@ class _Loop:
             schedule.trace_requested = None
 
     def _take_step(self, step: int) -> None:
+        """Take one step. `schedule` asks for rollouts in `next_parts`, with `rollout.max_staleness` also for later steps."""
         actor, driver, schedule, training = self.actor, self.driver, self.schedule, self.cfg.training
         clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
         parts = schedule.next_parts(step, clock)

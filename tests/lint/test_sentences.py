@@ -75,3 +75,23 @@ def test_no_private_words():
         for match in BANNED.finditer(text)
     ]
     assert not wrong, "Use the plain word (STYLE of CONTRIBUTING.md):\n" + "\n".join(wrong)
+
+
+def test_names_in_prose_are_in_the_modules_that_they_name():
+    """`module.Name` where a module of ours has lost the name, or is gone."""
+    package = {p: tree for p, tree in modules().items() if p.is_relative_to(ROOT / "tepo_megatron")}
+    names: dict[str, set[str]] = {}
+    for path, tree in package.items():
+        for node in tree.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node)
+            name = getattr(target, "name", getattr(target, "id", None))
+            names.setdefault(path.parent.name if path.stem == "__init__" else path.stem, set()).add(str(name))
+    foreign = {"tokenizers", "torch", "dist", "losses"}  # `losses` re-exports
+    wrong = [
+        f"{place(path, line)} {match[0]}"
+        for path, tree in package.items()
+        for line, text in prose(path.read_text(), tree)
+        for match in re.finditer(r"`(\w+)\.([A-Z]\w+)`", text)
+        if match[1] not in foreign and match[2] not in names.get(match[1], ())
+    ]
+    assert wrong == []

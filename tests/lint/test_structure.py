@@ -16,7 +16,7 @@ def test_functions_take_what_they_use() -> None:
 
 def test_the_package_fits_its_budget() -> None:
     """Lines of files. A cut lowers the bound; a feature that raises it says in its commit what it replaces."""
-    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 50_268
+    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 50_272
 
 
 def test_functions_files_and_classes_are_small() -> None:

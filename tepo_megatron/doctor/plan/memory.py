@@ -51,7 +51,7 @@ def engine_weights(model: PlannedModel, tp: int, element: int) -> float:
 def kv_bytes(arch: Architecture, tp: int, element: int = 2) -> float:
     """Return the bytes of KV cache per token on each GPU of an engine. With more GPUs than KV heads, heads are replicated.
 
-    Layers with linear attention have none; see `layers.sequence_state_bytes`.
+    Layers with linear attention have none; see `parameters.sequence_state_bytes`.
 
     Args:
         tp, element: GPUs of the engine, and bytes of a cached number.

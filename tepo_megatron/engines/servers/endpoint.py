@@ -109,7 +109,7 @@ class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Attributes:
-        most_in_flight: Most requests that were in flight at once since `observation.LoadMeter` last read it.
+        most_in_flight: Most requests that were in flight at once since `fleet.LoadMeter` last read it.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
     """

@@ -122,7 +122,7 @@ class RoutedSampler:
                     raise RolloutError(f"{member.endpoint.name} {e.what}") from None
                 error = await member.failed(incarnation, e)
             except RolloutError as e:
-                error = _noted(e, incarnation)
+                error = _ended_if_stale(e, incarnation)
             finally:  # the request is over; the server does not wait until its answer is decoded
                 await self._pool.release(member)
             if answers is not None:
@@ -131,7 +131,7 @@ class RoutedSampler:
                     brief = answers.nbytes <= BRIEF_BYTES
                     rollouts = answers.decode() if brief else await asyncio.to_thread(answers.decode)
                 except RolloutError as e:
-                    error = _noted(e, incarnation)
+                    error = _ended_if_stale(e, incarnation)
                 else:
                     member.delivered()
                     member.endpoint.response_tokens += sum(rollout.response_length for rollout in rollouts)
@@ -144,7 +144,8 @@ class RoutedSampler:
         raise error
 
 
-def _noted(error: RolloutError, incarnation: Incarnation) -> RolloutError:
+def _ended_if_stale(error: RolloutError, incarnation: Incarnation) -> RolloutError:
+    """End a server that claims other weights than it was sent, and return the error."""
     if isinstance(error, StaleWeights):
         incarnation.end(error)
     return error

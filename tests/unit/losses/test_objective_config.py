@@ -1,5 +1,7 @@
 """Building an objective from a config: replacements, refusals, and what a new method takes."""
 
+from typing import Any
+
 import pytest
 
 from tepo_megatron.base.errors import ConfigError
@@ -7,6 +9,9 @@ from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.config.objective import ClipCov, GeometricMask, KlCov, ReferenceKl, Steer
 from tepo_megatron.losses import build_objective
+from tepo_megatron.losses.advantages import ADVANTAGES
+from tepo_megatron.losses.kl import ESTIMATORS
+from tepo_megatron.losses.objective import AGGREGATES, Objective
 from tests.objective_cases import compare, draw, expected, method_of
 from tests.reference.methods import CORRECTION_BOUNDS
 
@@ -106,3 +111,20 @@ def test_replaced_parts_are_computed(parts: dict) -> None:
     assert all(getattr(objective, k) == v for k, v in parts.items() if k != "name")
     batch = draw(1)
     compare(objective, batch, expected(method_of(objective), batch))
+
+
+@pytest.mark.parametrize(
+    ("table", "parts"),
+    [
+        (ESTIMATORS, {"kl": "own", "kl_mask": "all", "beta": 0.1}),
+        (ESTIMATORS, {"ref_kl": ReferenceKl(beta=0.1, estimator="own")}),
+        (ADVANTAGES, {"advantage": "own"}),
+        (AGGREGATES, {"aggregate": "own"}),
+    ],
+)
+def test_a_file_may_add_to_every_table(table: dict[str, Any], parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"ratio": "token", "surrogate": "clip", "aggregate": "token_mean"} | parts
+    with pytest.raises(ConfigError, match="='own' is unknown"):
+        Objective(**whole)
+    monkeypatch.setitem(table, "own", next(iter(table.values())))
+    assert Objective(**whole) is not None
