@@ -285,14 +285,14 @@ def comments(cls: type) -> dict[str, str]:
     for node in next(iter(_tree(cls).body)).body:  # type: ignore[attr-defined]
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        above, at = [], node.lineno - 2
+        words, at = list[str](), node.lineno - 2
         while lines[at].strip().startswith("#"):
-            above.insert(0, lines[at].strip().removeprefix("#").strip())
+            words.insert(0, lines[at].strip().removeprefix("#").strip())
             at -= 1
         comment = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
-        above = re.sub(r"(^| )Limit since .*", "", " ".join(above))  # which tools/limits_reference.py reads
-        if words := "; ".join(x for x in (above, comment[1] if comment else "") if x):
-            found[node.target.id] = words
+        above = re.sub(r"(^| )Limit since .*", "", " ".join(words))  # which tools/limits_reference.py reads
+        if meaning := "; ".join(x for x in (above, comment[1] if comment else "") if x):
+            found[node.target.id] = meaning
     return found
 
 

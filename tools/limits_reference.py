@@ -78,7 +78,9 @@ def _of_file(path: Path) -> Iterator[Duration]:
         if isinstance(node, ast.ClassDef):
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and KEY.fullmatch(field.target.id):
-                    for key in _keys(node.name, field.target.id) if field.value is not None else ():
+                    if field.value is None:
+                        continue
+                    for key in _keys(node.name, field.target.id):
                         yield Duration(path, field.lineno, key, _value(field.value), _comment(text, field), is_key=True)
         elif isinstance(node, ast.Assign):
             targets = [t for t in ast.walk(node.targets[0]) if isinstance(t, ast.Name) and SECONDS.fullmatch(t.id)]

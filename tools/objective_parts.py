@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.objective import PARTS, ObjectiveParts, variants
-from tepo_megatron.losses.objective import CHOICES
+from tepo_megatron.losses.objective import choices
 from tools.config_reference import comments, default_of, prose, type_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
+PAGE: Path = Path(__file__).parents[1] / "docs" / "objectives.md"
 START, END = "## Parts of an objective\n", "\n## "
 INTRO = """
 Made by `python -m tools.config_reference` from `tepo_megatron/config/objective.py`; a test compares.
@@ -53,7 +53,7 @@ def _kind(part: str, found: dict[str, type]) -> str:
     if found:
         types = ", ".join(f"`{name}`" for name in found if name)
         return f"section with a `type`: {types}" if types else "section or `null`"
-    return ", ".join(f"`{name}`" for name in CHOICES.get(part, ()))
+    return ", ".join(f"`{name}`" for name in choices().get(part, ()))
 
 
 def _fields_of(part: str, found: dict[str, type]) -> list[str]:
@@ -71,8 +71,8 @@ def _fields_of(part: str, found: dict[str, type]) -> list[str]:
             lines.append(_row(f"`{name}`", "", "", "", prose(inspect.getdoc(cls) or "")))
         meanings, hints = comments(cls), inspect.get_annotations(cls, eval_str=True)
         for field in fields:
-            choices = ", ".join(f"`{choice}`" for choice in CHOICES.get(f"{part}.{field.name}", ()))
-            kind = choices or type_of(hints[field.name])
+            names = ", ".join(f"`{choice}`" for choice in choices().get(f"{part}.{field.name}", ()))
+            kind = names or type_of(hints[field.name])
             lines.append(_row("", f"`{field.name}`", kind, default_of(field), prose(meanings[field.name])))
     return lines
 
@@ -80,7 +80,7 @@ def _fields_of(part: str, found: dict[str, type]) -> list[str]:
 def _default(field: dataclasses.Field[Any]) -> str:
     """Return the default of a part as code: the type of a part with a type."""
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    return f"`{value.type}`" if dataclasses.is_dataclass(value) else default_of(field)
+    return f"`{value.type}`" if hasattr(value, "type") else default_of(field)
 
 
 def _row(*cells: str) -> str:
