@@ -110,7 +110,11 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, headers = self.path.partition("?")[0], {}
         resolve = f"/{HUB}/resolve/{COMMIT}/"
-        if path.startswith(f"/api/models/{HUB}"):
+        if path.startswith(f"/api/models/{HUB}/tree/{COMMIT}"):
+            oids = {name: hashlib.sha1(data).hexdigest() for name, data in self.files.items()}
+            tree = [{"type": "file", "path": name, "size": len(self.files[name]), "oid": oid} for name, oid in oids.items()]
+            body = json.dumps(tree).encode()
+        elif path.startswith(f"/api/models/{HUB}"):
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
             body = json.dumps({"id": HUB, "modelId": HUB, "sha": COMMIT, "siblings": siblings}).encode()
         elif path.startswith(resolve) and path.removeprefix(resolve) in self.files:

@@ -2,7 +2,7 @@
 
 The model FLOPs utilization (MFU) is operations / seconds / rate. The operations of a step are those of old log-probs (one
 forward pass) and of updates (a forward and a backward pass, which counts as two); recomputation does not count.
-`trainer/learning.py` counts those of a forward pass.
+`models/ops.py` counts those of a forward pass.
 """
 
 import re
@@ -32,7 +32,7 @@ from tepo_megatron.doctor.plan.command import PlanRequest, predictor_of
 from tepo_megatron.doctor.plan.inputs import GIB, Workload
 from tepo_megatron.doctor.plan.memory import TrainerMemory
 from tepo_megatron.doctor.plan.roofline import Predictor
-from tepo_megatron.trainer.learning import forward_operations
+from tepo_megatron.models.ops import forward_operations
 
 TIMED_STEPS = 2
 FORWARD, FORWARD_AND_BACKWARD = 1, 3  # passes, by their operations

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tepo_megatron.base.hardware import GPUS
 from tepo_megatron.base.types import Rollout, TrainBatch
 from tepo_megatron.models.families import find_family, read_config
+from tepo_megatron.models.ops import forward_operations
 from tepo_megatron.monitor.tracer import Clock
-from tepo_megatron.trainer.learning import BatchUpdates, forward_operations
+from tepo_megatron.trainer.learning import BatchUpdates
 from tests.tiny import tiny_qwen3
 
 
