@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tepo_megatron.monitor.sinks import read_metrics
 from tests.e2e.conftest import Command, settings
 from tests.openenv import real_server
 
@@ -24,7 +24,7 @@ def test_a_run_plays_in_an_openenv_server(tepo: Callable[..., Command], base: Pa
         command = tepo("train", "examples/openenv/game.yaml", *settings(base, **keys), env={"OPENENV_URL": url})
         assert command.wait(240) == 0, command.output
         command.assert_nothing_left()
-    records = [json.loads(line) for line in (tmp_path / "runs" / "game" / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(tmp_path / "runs" / "game")
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:
         assert record["rollout/logprob_diff_mean"] <= 1e-5 and record["actor/grad_norm"] > 0

@@ -47,6 +47,7 @@ ROLES = ("launcher", "rank 0", "rank 1", "service", "guard", "server", "engine",
 PHASES = ("start", "step", "save", "sync", "export")
 MODES = ("sync", "ahead")
 IGNORED = ("torchinductor",)  # a cache of all runs
+OF_WANDB = ("wandb-artifacts", "wandb-media")  # empty; Megatron-Core imports it where it is installed, and a kill leaves them
 _CLONE_NEWNS = 0x00020000
 _SCORE = "def score(prompt, response, answer):\n    return float(sum(map(ord, response)) % 2)\n"
 RUN: dict[str, Any] = {
@@ -223,7 +224,8 @@ def _check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Proce
 
 def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
     """Return the files that a run has left in its TMPDIR and in shared memory, and the unfinished files in its folder."""
-    left = [path.name for path in temporary.iterdir() if not path.name.startswith(IGNORED)]
+    names = [path.name for path in temporary.iterdir()]
+    left = [name for name in names if not name.startswith(IGNORED) and not name.endswith(OF_WANDB)]
     if private_memory:
         left += [path.name for path in Path("/dev/shm").iterdir()]
     unfinished = [path for path in paths_below(run) if ".partial" in path.name or ".deleted" in path.name]
