@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from tepo_megatron.base.errors import ConfigError, LostRanks
+from tepo_megatron.base.processes import ATTEMPT, START_ID
+from tepo_megatron.base.scratch import WORLD_FOLDER, check_private
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.io import differences
 from tepo_megatron.dist.own_peers import own_peers_only
-from tepo_megatron.base.errors import ConfigError, LostRanks
-from tepo_megatron.monitor.hang_watchdog import BeatStore
 from tepo_megatron.dist.platform import Platform
-from tepo_megatron.base.processes import ATTEMPT, START_ID
-from tepo_megatron.base.scratch import WORLD_FOLDER, check_private
+from tepo_megatron.monitor.hang_watchdog import BeatStore
 
 _BYTES = 1024  # minimum size of a file; rewriting it takes no new space, so that a full disk does not stop the heartbeats
 _ATTEMPTS = 100

@@ -26,7 +26,7 @@ from tepo_megatron.evaluation.folder import (
     read_record,
     samples_file,
 )
-from tepo_megatron.evaluation.results import figures, paper_table
+from tepo_megatron.evaluation.results import Result, figures, paper_table
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.models.families import find_family, read_config
 from tepo_megatron.models.hf_io import check_positions
@@ -171,13 +171,17 @@ def _evaluate(
                 cfg.seed,
                 max_failed_share=cfg.rollout.max_failed_share,
             )
-            r = folder.add(problems, samples)
-            tell(f"{problems.entry.title}: {f'avg@{r.samples}' if r.pass_at else 'mean score'} {100 * r.accuracy.mean:.2f} %")
-            if r.accuracy.mean == 0:
+            result = folder.add(problems, samples)
+            tell(f"{problems.entry.title}: {_score(result)} {100 * result.accuracy.mean:.2f} %")
+            if result.accuracy.mean == 0:
                 tell(f"{problems.entry.title}: no sample was graded above 0; see each in {samples_file(out, problems.name)}")
             for event in (*engine.take_events(), *sampler_events()):
                 tell(event)
     return folder
+
+
+def _score(result: Result) -> str:
+    return f"avg@{result.samples}" if result.pass_at else "mean score"
 
 
 def _description(problems: Problems) -> str:
@@ -193,7 +197,7 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
 
     This is `path` itself, the `hf` folder in it (of a run, or of a checkpoint saved with checkpoint.hf), or the result of
     converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit. Raises CheckpointError:
-    something is missing, which the message names; or as `weights.convert.exporting`.
+    something is missing, which the message names; or as `checkpoint.convert.exporting`.
     """
     for folder in (path, path / "hf"):
         if is_model(folder):

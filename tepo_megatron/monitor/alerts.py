@@ -169,56 +169,95 @@ class Rule:
 
 RULES = (
     Rule(
-        *("entropy_collapse", _entropy_collapse, 3, ("actor/entropy", "reward/mean")),
-        f"the entropy is below {COLLAPSED:.0%} of its start and the reward has not risen by {GAIN:g}",
-        "lower optimizer.lr; else raise objective.beta, or sample hotter (rollout.temperature)",
+        name="entropy_collapse",
+        condition=_entropy_collapse,
+        hold=3,
+        reads=("actor/entropy", "reward/mean"),
+        wrong=f"the entropy is below {COLLAPSED:.0%} of its start and the reward has not risen by {GAIN:g}",
+        action="lower optimizer.lr; else raise objective.beta, or sample hotter (rollout.temperature)",
     ),
     Rule(
-        *("mismatch_growth", _mismatch_growth, 2, ("rollout/logprob_diff_mean", "gate/logprob_diff_worst")),
-        f"engine and actor differ more than {MISMATCH_GROWTH:g} times as much as at the start",
-        "set sync.verify_every=1: wrong weights jump, low precision grows; then objective.correction",
+        name="mismatch_growth",
+        condition=_mismatch_growth,
+        hold=2,
+        reads=("rollout/logprob_diff_mean", "gate/logprob_diff_worst"),
+        wrong=f"engine and actor differ more than {MISMATCH_GROWTH:g} times as much as at the start",
+        action="set sync.verify_every=1: wrong weights jump, low precision grows; then objective.correction",
     ),
     Rule(
-        *("clip_zero", _clip_zero, 5, ("loss/clip_fraction", "tepo/ratio_p01", "tepo/ratio_p99")),
-        f"ratios move by more than {MOVED:g} and fewer than {CLIP_LITTLE:.1%} of the tokens are clipped",
-        "the clip range is too wide for the objective: lower objective.clip_low and objective.clip_high",
+        name="clip_zero",
+        condition=_clip_zero,
+        hold=5,
+        reads=("loss/clip_fraction", "tepo/ratio_p01", "tepo/ratio_p99"),
+        wrong=f"ratios move by more than {MOVED:g} and fewer than {CLIP_LITTLE:.1%} of the tokens are clipped",
+        action="the clip range is too wide for the objective: lower objective.clip_low and objective.clip_high",
     ),
     Rule(
-        *("clip_high", _clip_high, 3, ("loss/clip_fraction", "tepo/ratio_p01", "tepo/ratio_p99")),
-        f"more than {CLIPPED:.0%} of the tokens are clipped, {CLIP_GROWTH:g} times as many as at the start: they teach nothing",
-        "lower optimizer.lr or training.epochs, raise training.minibatch_prompts, or widen objective.clip_low and clip_high",
+        name="clip_high",
+        condition=_clip_high,
+        hold=3,
+        reads=("loss/clip_fraction", "tepo/ratio_p01", "tepo/ratio_p99"),
+        wrong=(
+            f"more than {CLIPPED:.0%} of the tokens are clipped, {CLIP_GROWTH:g} times as many as at the start: they teach "
+            "nothing"
+        ),
+        action=(
+            "lower optimizer.lr or training.epochs, raise training.minibatch_prompts, or widen objective.clip_low and clip_high"
+        ),
     ),
     Rule(
-        *("mask_below_noise", _mask_noise, 2, ("tepo/mask_below_noise", "tepo/kl_mask_share", "tepo/entropy_noise_floor")),
-        f"the entropy change of more than {NOISE_SHARE:.0%} of the masked tokens is rounding noise",
-        "set objective.kl_entropy_tolerance above tepo/entropy_noise_floor",
+        name="mask_below_noise",
+        condition=_mask_noise,
+        hold=2,
+        reads=("tepo/mask_below_noise", "tepo/kl_mask_share", "tepo/entropy_noise_floor"),
+        wrong=f"the entropy change of more than {NOISE_SHARE:.0%} of the masked tokens is rounding noise",
+        action="set objective.kl_entropy_tolerance above tepo/entropy_noise_floor",
     ),
     Rule(
-        *("length_explosion", _length_explosion, 3, ("rollout/response_tokens_mean", "rollout/truncated")),
-        f"responses are more than {LONGER:g} times as long as at the start, or more than {CUT_OFF:.0%} are cut off",
-        "read samples (rollout.record); set reward.overlong_buffer_tokens, or a reward that length cannot raise",
+        name="length_explosion",
+        condition=_length_explosion,
+        hold=3,
+        reads=("rollout/response_tokens_mean", "rollout/truncated"),
+        wrong=f"responses are more than {LONGER:g} times as long as at the start, or more than {CUT_OFF:.0%} are cut off",
+        action="read samples (rollout.record); set reward.overlong_buffer_tokens, or a reward that length cannot raise",
     ),
     Rule(
-        *("groups_filtered", _groups_filtered, 2, ("rollout/kept_groups", "rollout/sampled_groups")),
-        f"fewer than {KEPT:.0%} of the sampled groups can be learned from",
-        "use easier or harder prompts, more rollout.samples_per_prompt, or rollout.max_generation_rounds; if accuracy is 0, "
-        "check the grader",
+        name="groups_filtered",
+        condition=_groups_filtered,
+        hold=2,
+        reads=("rollout/kept_groups", "rollout/sampled_groups"),
+        wrong=f"fewer than {KEPT:.0%} of the sampled groups can be learned from",
+        action=(
+            "use easier or harder prompts, more rollout.samples_per_prompt, or rollout.max_generation_rounds; if accuracy is "
+            "0, check the grader"
+        ),
     ),
     Rule(
-        *("stragglers", _stragglers, 3, ("seconds/rollout_tail", "seconds/rollout")),
-        f"the last tenth of the groups takes more than {TAIL:.0%} of the time of sampling",
-        "raise rollout.oversample with rollout.on_weight_update=continue, lower rollout.max_response_tokens, or look for a "
-        "slow server (tepo_server_requests_in_flight)",
+        name="stragglers",
+        condition=_stragglers,
+        hold=3,
+        reads=("seconds/rollout_tail", "seconds/rollout"),
+        wrong=f"the last tenth of the groups takes more than {TAIL:.0%} of the time of sampling",
+        action=(
+            "raise rollout.oversample with rollout.on_weight_update=continue, lower rollout.max_response_tokens, or look for a "
+            "slow server (tepo_server_requests_in_flight)"
+        ),
     ),
     Rule(
-        *("idle_gpus", _idle_gpus, 3, ("seconds/grading_wait", "seconds/total")),
-        f"GPUs wait for grading for more than {IDLE:.0%} of a step",
-        "raise reward.workers, or look at the reward's time limit; rollout.max_staleness=1 hides what is left",
+        name="idle_gpus",
+        condition=_idle_gpus,
+        hold=3,
+        reads=("seconds/grading_wait", "seconds/total"),
+        wrong=f"GPUs wait for grading for more than {IDLE:.0%} of a step",
+        action="raise reward.workers, or look at the reward's time limit; rollout.max_staleness=1 hides what is left",
     ),
     Rule(
-        *("slow_sync", _slow_sync, 3, ("seconds/sync", "seconds/total")),
-        f"the update of the weights takes more than {SYNC:.0%} of a step",
-        "use sync.transport=group between machines, sync.delta, or more training per update; see docs/performance.md",
+        name="slow_sync",
+        condition=_slow_sync,
+        hold=3,
+        reads=("seconds/sync", "seconds/total"),
+        wrong=f"the update of the weights takes more than {SYNC:.0%} of a step",
+        action="use sync.transport=group between machines, sync.delta, or more training per update; see docs/performance.md",
     ),
 )
 

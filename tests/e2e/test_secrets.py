@@ -38,7 +38,7 @@ def test_a_run_tells_no_secret(
     assert command.log.is_relative_to(tmp_path) and (run / "server.log").exists() and (run / "rollouts").exists()
     assert files_with(hidden, tmp_path) == []
 
-    command = tepo(*[*words, "--name", "refused", "--rollout.server.extra_args", "['--no-such-option']"], env=given)
+    command = tepo(*words, "--name", "refused", "--rollout.server.extra_args", "['--no-such-option']", env=given)
     assert command.wait(240) == 1 and "no-such-option" in command.output, command.output
     assert files_with(given.values(), tmp_path) == []
 

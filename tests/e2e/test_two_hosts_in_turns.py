@@ -40,12 +40,9 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
     rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
     words = settings(random_model, **TURNS, output=tmp_path / "runs", name="turns", rollout__server__rendezvous=rendezvous)
     serves = [
-        tepo(
-            *("serve", "examples/demo.yaml", "--host", host.address, *words),
-            by=[*host.enter, sys.executable], env=ENVIRONMENT,
-        )
+        tepo("serve", "examples/demo.yaml", "--host", host.address, *words, by=[*host.enter, sys.executable], env=ENVIRONMENT)
         for host in two
-    ]  # fmt: skip
+    ]
     words = ["train", "examples/demo.yaml", *words, "--rollout.servers", "2", "--rollout.min_servers", "2"]
     words += ["--checkpoint.every", "1"] if killed else []
     ranks = [tepo(*words, *nodes(host, two), by=[*host.enter, sys.executable], env=ENVIRONMENT) for host in two]

@@ -225,11 +225,11 @@ def _check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Proce
 def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
     """Return the files that a run has left in its TMPDIR and in shared memory, and the unfinished files in its folder."""
     names = [path.name for path in temporary.iterdir()]
-    left = [name for name in names if not name.startswith(IGNORED) and not name.endswith(OF_WANDB)]
+    names = [name for name in names if not name.startswith(IGNORED) and not name.endswith(OF_WANDB)]
     if private_memory:
-        left += [path.name for path in Path("/dev/shm").iterdir()]
+        names += [path.name for path in Path("/dev/shm").iterdir()]
     unfinished = [path for path in paths_below(run) if ".partial" in path.name or ".deleted" in path.name]
-    return left + [str(path.relative_to(run)) for path in unfinished]
+    return names + [str(path.relative_to(run)) for path in unfinished]
 
 
 def _check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:

@@ -97,7 +97,12 @@ def counted(rank: int, size: int, vocabulary: int) -> tuple[torch.Tensor, Counte
     with pytest.MonkeyPatch.context() as patch:
         counting(forward, patch)
         stats = output_layer_stats(
-            *(h, weight.chunk(size)[rank], labels, 0.8, dist.group.WORLD, vocabulary),
+            h,
+            weight.chunk(size)[rank],
+            labels,
+            temperature=0.8,
+            group=dist.group.WORLD,
+            vocab_size=vocabulary,
             teacher=teacher,
             sum_hidden_gradient=False,
         )

@@ -15,13 +15,16 @@ them when experts are also split over tensor-parallel ranks (EP with TP). gloo h
 including bf16 and ReduceOp.AVG.
 """
 
-import os
-from tepo_megatron.dist.platform import cuda_api, mcore, memory
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
+
 import torch.distributed as dist
 from torch import Tensor
+
+from tepo_megatron.dist.platform import cuda_api, mcore, memory
+
 
 def install(transformer_engine: bool = False) -> None:
     """Redirect `torch.cuda` to the CPU, then import Megatron-Core."""

@@ -5,14 +5,16 @@ has two names in torch.
 """
 
 import contextlib
+import functools
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
 import torch
-import functools
-import sys
 from torch import Tensor
 from torch.utils._device import _device_constructors
+
 
 def redirect_device_queries() -> None:
     """Report that no GPU is available, and return the CPU as the current device."""

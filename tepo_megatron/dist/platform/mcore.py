@@ -11,10 +11,10 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
 import torch
-from collections.abc import Iterable
 from torch import Tensor
 
 _GPU_PACKAGES = ("transformer_engine", "apex")

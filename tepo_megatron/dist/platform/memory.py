@@ -8,15 +8,17 @@ rounds each block up to a power of two (`CachingHostAllocator.h`), which for the
 
 import contextlib
 import ctypes
-from dataclasses import dataclass
-from pathlib import Path
-import torch
 import mmap
 import os
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 from torch import Tensor
+
 from tepo_megatron.base.hardware import arena_bytes, block_bytes, starts
 
 # from malloc.h

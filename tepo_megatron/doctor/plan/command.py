@@ -288,9 +288,10 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     cfg, gpu, work = predictor.cfg, predictor.gpu, predictor.workload
     gpus = request.gpus or predictor.placement.gpus
     candidate = judge(predictor)
+    fits = not candidate.why and predictor.placement.gpus <= gpus
     if candidate.why:
         verdict = refusal(candidate, candidate.why)
-    elif predictor.placement.gpus > gpus:
+    elif not fits:
         needed = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
         verdict = f"does not fit: {needed}; lower parallel.dp or rollout.servers, or take a layout from the list"
     else:
@@ -321,7 +322,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     if request.json_file is not None:
         request.json_file.write_text(json.dumps(as_json(predictor, candidate, result, gpus), indent=1))
     tell("\n" + verdict)
-    return int(not verdict.startswith("fits"))
+    return int(not fits)
 
 
 def refusal(candidate: LayoutCandidate, why: str) -> str:

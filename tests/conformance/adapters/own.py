@@ -43,7 +43,10 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
         segments=Segments(sequence_R, part.length.clamp(min=1).to(dtype), None, position_R, torch.zeros_like(position_R)),
         group_tokens_R=torch.ones(0, dtype=dtype),  # the kit knows no prompts
         whole=Denominators(
-            *(torch.tensor(x, dtype=dtype) for x in (max(1, part.tokens), part.sequences, 1, Formula.max_response_tokens))
+            tokens=torch.tensor(max(1, part.tokens), dtype=dtype),
+            sequences=torch.tensor(part.sequences, dtype=dtype),
+            prompts=torch.tensor(1, dtype=dtype),
+            max_response_tokens=torch.tensor(Formula.max_response_tokens, dtype=dtype),
         ),
         ref_logprob_R=part.ref_logprob[mask],
         weights=weights,

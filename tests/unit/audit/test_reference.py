@@ -34,7 +34,11 @@ def test_advantages_are_those_of_training(kind: str) -> None:
     ]
     zeros = np.zeros(3 * len(rollouts))
     batch = AuditBatch(
-        *(zeros, zeros > 0, zeros, zeros, np.full(len(rollouts), 3)),
+        token_ids_L=zeros,
+        response_mask_L=zeros > 0,
+        rollout_logprobs_L=zeros,
+        versions_L=zeros,
+        lengths_B=np.full(len(rollouts), 3),
         prompt_ids_B=np.array([r.prompt_id for r in rollouts]),
         rewards_B=np.array([r.reward for r in rollouts]),
         scores_B=np.ones(len(rollouts)),

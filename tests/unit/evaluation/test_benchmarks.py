@@ -177,8 +177,8 @@ def test_a_result_by_hand() -> None:
 def test_partial_credit_is_a_mean_score_and_has_no_right_answers() -> None:
     whole = [sample(p, k, k == 0) for p in range(3) for k in range(2)]
     partial = [*whole[:-1], dataclasses.replace(whole[-1], score=0.1)]
-    found = result(partial)
-    assert (found.accuracy.mean, found.pass_at, found.majority) == (pytest.approx(3.1 / 6), {}, None)
+    of_partial = result(partial)
+    assert (of_partial.accuracy.mean, of_partial.pass_at, of_partial.majority) == (pytest.approx(3.1 / 6), {}, None)
     for samples, score, pass_at in ((whole, "avg@k, % ± SE", "100.00"), (partial, "mean score, % ± SE", NOTHING)):
         grid = figures("model", {"sums": result(samples)}, {})
         cells = dict(zip(grid.headings, grid.rows[0], strict=True))

@@ -23,7 +23,16 @@ def rollouts() -> list[Rollout]:
         servers = ((0, "server 0"), (2, "server 1")) if n > 2 else ()
         out.append(
             Rollout(
-                *(i // 2, torch.arange(n) + i, mask, logprobs, 7, "stop", "1/3", 0.1 + i, float(i % 2), "exact"),
+                prompt_id=i // 2,
+                token_ids_L=torch.arange(n) + i,
+                response_mask_L=mask,
+                rollout_logprobs_L=logprobs,
+                policy_version=7,
+                stop_reason="stop",
+                answer="1/3",
+                reward=0.1 + i,
+                score=float(i % 2),
+                status="exact",
                 servers=servers,
             )
         )
